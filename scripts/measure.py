@@ -3,7 +3,7 @@
     python scripts/measure.py docs/results/performance --parts operator,train,decode,growth
     python scripts/measure.py docs/results/performance --parts shapes,large --warm 200
     python scripts/measure.py docs/results/performance --parts kernels,blocks,fp8,batches,million
-    python scripts/measure.py docs/results/performance --parts modes
+    python scripts/measure.py docs/results/performance --parts modes,decode-model
 
 Writes one JSON file per part, each with date, device and versions. Each part runs in its own process with a time limit;
 results are saved after every row, so a part that is cut off keeps its finished rows and is marked incomplete. Before
@@ -13,7 +13,8 @@ CPU, to test this script.
     operator  forward and forward + backward of the operator against dense (cuDNN): random inputs, blocks that a trained
               model selected in text, smooth inputs
     train     whole training steps of m7c and its dense baseline, 2k to 64k; dense with packed documents too
-    decode    one decode step (attention alone and the whole m7c), batch 1 and 16; first token
+    decode    attention of one decode step, batch 1 and 16
+    decode-model  tokens/s and time to the first token of m7c in every mode, batch 1 and 16
     growth    the operator from 8k to 1M tokens
     shapes    the operator over heads, head sizes and odd lengths, to find cells slower than their neighbours
     large     whole training steps of 350m and 1b and their dense baselines, 8k and 64k, with planned memory
@@ -22,7 +23,7 @@ CPU, to test this script.
     fp8       one linear layer at the shapes of 1b in float8 against bf16
     batches   small batches of m7c, with and without a CUDA graph
     million   one training step on 1,048,576 tokens
-    modes     whole training steps, 2k to 64k, and decoding of m7c: dense, NSA and block-sparse
+    modes     whole training steps of m7c, 2k to 64k: dense, NSA and block-sparse
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ from measurements.part import ROOT, Part, Warmup
 PARTS = {
     "operator": Part(operator.operator, 160, operator.operator_warmups, operator.compile_shapes),
     "train": Part(steps.train, 260, steps.train_warmups),
-    "decode": Part(decode.decode, 110, decode.warmups, decode.compile_steps),
+    "decode": Part(decode.attention, 60, decode.attention_warmups, decode.compile_attention),
+    "decode-model": Part(decode.models, 90, decode.model_warmups, decode.compile_model),
     "growth": Part(operator.growth, 80, operator.growth_warmups, operator.compile_shapes),
     "shapes": Part(shapes.shapes, 200, shapes.warmups, shapes.compile_family),
     "large": Part(steps.large, 250, steps.large_warmups),
@@ -55,7 +57,7 @@ PARTS = {
     "fp8": Part(fp8.fp8, 40, fp8.warmups, fp8.compile_casts),
     "batches": Part(steps.batches, 50, steps.batches_warmups),
     "million": Part(steps.million, 80),
-    "modes": Part(modes.modes, 230, modes.warmups, modes.compile_decode),
+    "modes": Part(modes.modes, 200, modes.warmups),
 }
 MAIN = ("operator", "train", "decode", "growth", "kernels", "batches", "million")  # what every run should measure
 

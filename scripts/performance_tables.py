@@ -37,7 +37,7 @@ from performance.results import (
 
 IMAGES = ROOT / "docs" / "images"
 PAGES = (ROOT / "docs" / "performance.md", ROOT / "README.md")
-SEPARATE = ("modes",)  # parts that may be measured on another day than the rest
+SEPARATE = ("modes", "decode-model")  # parts that may be measured on another day than the rest
 MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -57,7 +57,10 @@ def measured() -> str:
         )
     line = measured_line(found[0])
     if rows("modes"):
-        line += f" The summary above and [block-sparse mode](#block-sparse-mode): {day(part('modes')['date'])}."
+        line += (
+            " The summary above, [block-sparse mode](#block-sparse-mode) and [decoding with whole models](#decode): "
+            f"{day(part('modes')['date'])}."
+        )
     return paragraph(line)
 
 
@@ -66,8 +69,8 @@ def answer() -> str:
     kinds = {"block-sparse learned": "block-sparse", "nsa learned": "NSA"}
     steps = {mode: [modes.step_ratio(mode, n) for n in (2048, 4096, 8192, 65536)] for mode in kinds}
     decodes = {
-        mode: [modes.decode_ratio(mode, 65536, batch) for batch in (1, 16)]
-        for mode in ("block-sparse", "block-sparse learned", "nsa")
+        mode: [decode.model_ratio(mode, 65536, batch) for batch in (1, 16)]
+        for mode in ("block-sparse", "block-sparse learned", "nsa learned")
     }
     if None in (value for found in (*steps.values(), *decodes.values()) for value in found):
         return f"{MISSING}."
@@ -81,7 +84,7 @@ def answer() -> str:
             item(f"**Training** steps of `m7c` with learned selectors: {training}."),
             item(
                 f"**Decoding** with the whole model at 64k tokens and batch 1 and 16: block-sparse {means} dense, with "
-                f"learned selectors {learned}; NSA {nsa}."
+                f"learned selectors {learned}; NSA with them {nsa}."
             ),
         ]
     )
@@ -100,7 +103,7 @@ def readme() -> str:
         return [ratio(a / b if a and b else None) for a, b in zip(own, dense, strict=True)]
 
     def decoding(mode: str, batch: int) -> list[str]:
-        return [ratio(modes.decode_ratio(mode, n, batch)) for n in lengths]
+        return [ratio(decode.model_ratio(mode, n, batch)) for n in lengths]
 
     lines = [
         ["dense, tokens/s", *(thousands(modes.step("dense", n).get("tokens_per_s")) for n in lengths)],
@@ -115,8 +118,8 @@ def readme() -> str:
     about = part("modes")
     note = paragraph(
         f"Training steps of `m7c`, 65,536 tokens each, and decoding with the whole model, on one {about['device']} "
-        f"(torch {about['torch']}), {day(about['date'])}: `python scripts/measure.py OUT --parts modes`. Dense is "
-        "cuDNN attention."
+        f"(torch {about['torch']}), {day(about['date'])}: `python scripts/measure.py OUT --parts modes,decode-model`. "
+        "Dense is cuDNN attention."
     )
     return f"{table(['context', *map(tokens, lengths)], lines)}\n\n{note}"
 

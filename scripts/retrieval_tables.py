@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -43,14 +44,13 @@ def needles() -> str:
     files = {
         "NSA, learned selectors": FOLDER / "learned-needle.txt",
         "block-sparse, learned selectors": FOLDER / "block-sparse-needle.txt",
+        "dense": FOLDER / "dense-needle.txt",
         "NSA, step 1,700": CONVERSION / "scratch-needle.txt",
         "block-sparse, step 1,700": FOLDER / "block-sparse-1700-needle.txt",
         "dense, step 1,700": CONVERSION / "dense-needle.txt",
         "dense, step 1,700, second run": CONVERSION / "second" / "dense-needle.txt",
         "dense to step 1,700, then block-sparse for 20M tokens": CONVERSION / "learned-304-needle.txt",
         "the same of the second run": CONVERSION / "second" / "learned-304-needle.txt",
-        "NSA, earlier exercises": FOLDER / "earlier-needle.txt",
-        "dense, earlier exercises": FOLDER / "dense-needle.txt",
         "NSA, compressed scores, no exercises": QUALITY / "needle-nsa.txt",
         "dense, no exercises": QUALITY / "needle-dense.txt",
     }
@@ -68,24 +68,28 @@ def _whole(name: str) -> dict[int, dict[str, Any]]:
     return {f["length"]: f for f in _ruler(name) if f["depth"] is None}
 
 
+def _scores(name: str) -> dict[int, float]:
+    """Share of questions answered, by length; of an evaluation that was cut off, from what it printed."""
+    if name.endswith(".json"):
+        return {length: f["score"] for length, f in _whole(name).items()}
+    lines = (FOLDER / name).read_text(encoding="utf-8")
+    found = re.findall(r"^ *([\d,]+) tokens, niah_single_2 +([\d.]+)%", lines, re.MULTILINE)
+    return {int(length.replace(",", "")): float(percent) / 100 for length, percent in found}
+
+
 def single() -> str:
     """Single needles by length."""
     files = {
         "NSA, learned selectors": "learned-single-training.json",
         "block-sparse, learned selectors": "block-sparse-single-training.json",
-        "dense, step 1,700": "dense-1700-single-training.json",
-        "NSA, earlier exercises": "earlier-single-training.json",
-        "dense, earlier exercises": "dense-single-training.json",
+        "dense": "dense-single-training.txt",
         "NSA, held-out wording": "learned-single-held-out.json",
         "block-sparse, held-out wording": "block-sparse-single-held-out.json",
-        "dense, step 1,700, held-out wording": "dense-1700-single-held-out.json",
+        "dense, held-out wording": "dense-single-held-out.txt",
     }
-    records = {label: _whole(name) for label, name in files.items()}
+    records = {label: _scores(name) for label, name in files.items()}
     lengths = sorted({length for found in records.values() for length in found})
-    rows = [
-        [label, *(f"{found[n]['score']:.0%}" if n in found else "" for n in lengths)]
-        for label, found in records.items()
-    ]
+    rows = [[label, *(f"{found[n]:.0%}" if n in found else "" for n in lengths)] for label, found in records.items()]
     return _rows(["", *map(_k, lengths)], rows)
 
 
@@ -132,8 +136,7 @@ def losses() -> str:
     kinds = {
         "learned": "NSA, learned selectors",
         "block-sparse": "block-sparse, learned selectors",
-        "earlier": "NSA, earlier exercises",
-        "dense": "dense, earlier exercises",
+        "dense": "dense",
     }
     rows = []
     for kind, name in kinds.items():
@@ -165,12 +168,12 @@ def positions() -> str:
 
 def tasks() -> str:
     """All tasks by length, and what other models find at the longest."""
-    files = {"NSA": "learned", "block-sparse": "block-sparse", "dense, step 1,700": "dense-1700"}
+    files = {"NSA": "learned", "block-sparse": "block-sparse", "dense": "dense"}
     found = {
         kind: {(f["task"], f["length"]): f for f in _ruler(f"{name}-tasks.json") if f["depth"] is None}
         for kind, name in files.items()
     }
-    columns = [("NSA", 1024), ("NSA", 4096), ("NSA", 8192), ("block-sparse", 8192), ("dense, step 1,700", 8192)]
+    columns = [("NSA", 1024), ("NSA", 4096), ("NSA", 8192), ("block-sparse", 8192), ("dense", 8192)]
     rows = [
         [f"`{task}`", *(_cell(found[kind][task, length]) for kind, length in columns)]
         for task in dict.fromkeys(task for task, _ in found["NSA"])

@@ -72,7 +72,9 @@ def run(layer: Any, x: Any, cu_seqlens: Any = None, *, theta: float = 10000.0, s
     if layer.q_norm is not None:
         q = rms_norm(layer.q_norm, q)
     # rows of kv_proj: keys and values of a branch, one branch after another
-    kinds = "kv" if layer.shared_kv else "vkvkv" if layer.compress_selected_keys else "kvkvkv"
+    kinds = "vkvkv" if layer.compress_selected_keys else "kvkvkv" if layer.compresses else "kvkv"
+    if layer.shared_kv:
+        kinds = "kv"
     projected, at, keys, values = linear(layer.kv_proj, x), 0, [], []
     for kind in kinds:
         size = key_size if kind == "k" else value_size
@@ -84,6 +86,8 @@ def run(layer: Any, x: Any, cu_seqlens: Any = None, *, theta: float = 10000.0, s
             keys.append(part if layer.k_norms is None else rms_norm(layer.k_norms[len(keys)], part))
     if layer.shared_kv:
         keys, values = keys * 3, values * 3
+    elif not layer.compresses:  # any: nothing reads compressed tokens
+        keys, values = [keys[0], *keys], [values[0], *values]
     elif layer.compress_selected_keys:
         keys = [keys[0], *keys]
     k_cmp, k_sel, k_win = keys

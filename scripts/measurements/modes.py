@@ -1,4 +1,4 @@
-"""Block-sparse mode beside NSA's three branches and dense: whole training steps and decoding of m7c.
+"""Block-sparse mode beside NSA's three branches and dense: whole training steps of m7c.
 
 Both sparse kinds choose blocks by means of keys or by a learned selector. Steps with a learned selector compute its
 loss on one query in 128 (train.selector.every), as in training.
@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from measurements.part import Warmup, compile_job, free, raise_clocks
+from measurements.part import Warmup, free, raise_clocks
 from measurements.steps import TOKENS, Cell, measured_steps, step_cells, step_job
-from tercet.bench.decode_model import model_rows
 from tercet.bench.train_cell import parity
 
 # What `tercet import hf --attention block-sparse` gives a model that has m7c's sizes of blocks.
@@ -22,42 +21,29 @@ MODES: dict[str, dict[str, Any]] = {
     "nsa learned": LEARNED, "two-branch learned": LEARNED | {"model.branches": ["selected", "window"]},
 }  # fmt: skip
 CHECKED = ("nsa", "block-sparse")
-# By importance; decoding comes between the two.
-LENGTHS = ((8192, 65536, 2048, 32768), (4096, 16384))
-TOY_LENGTHS = ((256,), (128,))
-DECODED = ("dense", "block-sparse", "block-sparse learned", "nsa")
-CONTEXTS = (65536, 2048, 16384)
-BATCHES = (1, 16)
+LENGTHS = (8192, 65536, 2048, 32768, 4096, 16384)  # by importance
+TOY_LENGTHS = (256, 128)
 
 
 def modes(quick: bool) -> Iterator[Cell]:
-    first, last = step_modes(quick)
+    cells = step_modes(quick)
     raise_clocks()
     for mode in CHECKED:
-        cell = next(cell for cell in first if cell["mode"] == mode)
+        cell = next(cell for cell in cells if cell["mode"] == mode)
         yield {"mode": mode, **parity(cell["preset"], cell["flags"], True)}
     free()
-    yield from measured_steps(first, steps=2 if quick else 3, repeats=1 if quick else 2, check=False)
-    preset, contexts, batches, steps = ("tiny", (160,), (1, 2), 8) if quick else ("m7c", CONTEXTS, BATCHES, 32)
-    for context in contexts:
-        for mode in DECODED:
-            yield from decode_rows(preset, mode, batches, [context], steps)
-    free()
-    yield from measured_steps(last, steps=2 if quick else 3, repeats=1 if quick else 2, check=False)
+    yield from measured_steps(cells, steps=2 if quick else 3, repeats=1 if quick else 2, check=False)
 
 
-def step_modes(quick: bool) -> list[list[Cell]]:
-    """Cells before and after decoding, all modes of a length in a row."""
-    preset, groups, tokens = ("tiny", TOY_LENGTHS, 256) if quick else ("m7c", LENGTHS, TOKENS)
+def step_modes(quick: bool) -> list[Cell]:
+    """All modes of a length in a row."""
+    preset, lengths, tokens = ("tiny", TOY_LENGTHS, 256) if quick else ("m7c", LENGTHS, TOKENS)
     own = {"run.device": "cpu", "model.layers": 1} if quick else {"train.cuda_graph": "off"}
     return [
-        [
-            cell | {"mode": mode}
-            for length in lengths
-            for mode, flags in MODES.items()
-            for cell in step_cells(preset, (kind_of(mode),), (length,), tokens, flags | own)
-        ]
-        for lengths in groups
+        cell | {"mode": mode}
+        for length in lengths
+        for mode, flags in MODES.items()
+        for cell in step_cells(preset, (kind_of(mode),), (length,), tokens, flags | own)
     ]
 
 
@@ -65,23 +51,12 @@ def kind_of(mode: str) -> str:
     return "dense" if mode == "dense" else "nsa"
 
 
-def decode_rows(
-    preset: str, mode: str, batches: tuple[int, ...], contexts: list[int], steps: int
-) -> Iterator[dict[str, Any]]:
-    for row in model_rows(preset, batches, contexts, steps, settings=MODES[mode], kinds=(kind_of(mode),)):
-        yield {"of": "decode", "mode": mode, **row}
-
-
 def warmups() -> list[Warmup]:
     """Training with two layers: all layers of a model compile to the same code."""
-    cells = [cell | {"flags": cell["flags"] | {"model.layers": 2}} for group in step_modes(False) for cell in group]
+    cells = [cell | {"flags": cell["flags"] | {"model.layers": 2}} for cell in step_modes(False)]
     jobs = []
     for mode in MODES:
         for lengths in ((2048, 4096, 65536), (8192, 16384, 32768)):
             own = [cell for cell in cells if cell["mode"] == mode and cell["length"] in lengths]
             jobs.append(step_job(f"m7c {mode}, {len(own)} lengths from {lengths[0]}", own, 90, 9.0))
-    return jobs + [compile_job("modes", mode, 30, 12.0) for mode in DECODED]
-
-
-def compile_decode(mode: str) -> None:
-    list(decode_rows("m7c", mode, BATCHES, list(CONTEXTS), 4))
+    return jobs

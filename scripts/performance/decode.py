@@ -2,57 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from performance.results import Row, first, pair, ratio, rows, table, tokens
-
-SELECTORS = ("compressed", "learned")
-
-
-def decode_rows(selector: str, **fields: Any) -> list[Row]:
-    """Rows of the `decode` part with this selector, by context and batch."""
-    found = [row for row in rows("decode", **fields) if row.get("selector", "compressed") == selector]
-    return sorted(found, key=lambda row: (row["context"], row["batch"]))
+from performance import results
+from performance.modes import LABELS, cell, correct, wins
+from performance.results import Row, first, number, paragraph, ratio, rows, table, tokens
 
 
 def decode_attention() -> str:
-    head = ["context", "batch", "NSA, ms", "dense, ms", "fastest dense", "× dense", "keys read per KV head"]
-    lines = [
+    head = ["selector", "context", "batch", "NSA, ms", "dense, ms", "fastest dense", "× dense", "keys read per KV head"]
+    found = sorted(rows("decode"), key=lambda row: (row["selector"], row["context"], row["batch"]))
+    lines = (
         [
-            selector, tokens(row["context"]), str(row["batch"]), f"{row['nsa_ms']:.4f}", f"{row['dense_ms']:.4f}",
-            row["dense"], ratio(row["times_dense"]), f"{row['keys_read']:,.0f} of {row['keys_dense']:,}",
+            row["selector"], tokens(row["context"]), str(row["batch"]), f"{row['nsa_ms']:.4f}",
+            f"{row['dense_ms']:.4f}", row["dense"], ratio(row["times_dense"]),
+            f"{row['keys_read']:,.0f} of {row['keys_dense']:,}",
         ]
-        for selector in SELECTORS
-        for row in decode_rows(selector, of="attention")
-    ]  # fmt: skip
-    return _by_selector(head, lines)
+        for row in found
+    )  # fmt: skip
+    return table(head, lines)
 
 
 def decode_model() -> str:
+    """Tokens/s of the whole model, and when they were measured."""
+    found = rows("decode-model")
+    if not found:
+        return f"{results.MISSING}."
+    names = [mode for mode in LABELS if rows("decode-model", mode=mode)]
     lines = []
-    prefill = any("first_token_s" in row for row in rows("decode", of="model"))
-    for selector in SELECTORS:
-        for nsa in decode_rows(selector, of="model", kind="nsa"):
-            dense = first(rows("decode", of="model", kind="dense", context=nsa["context"], batch=nsa["batch"]))
-            speeds: list[Any] = [nsa.get("tokens_per_s"), dense.get("tokens_per_s")]
-            lines.append(
-                [
-                    selector,
-                    tokens(nsa["context"]),
-                    str(nsa["batch"]),
-                    *(f"{speed:,.0f}" if speed else "out of memory" for speed in speeds),
-                    ratio(speeds[0] / speeds[1] if all(speeds) else None),
-                    *([pair(nsa.get("first_token_s"), dense.get("first_token_s"))] if prefill else []),
-                    " / ".join(f"{row.get('cache_bytes_per_token', 0):,.0f}" for row in (nsa, dense)),
-                ]
-            )
-    speeds_of = ["NSA, tokens/s", "dense, tokens/s", "× dense"]
-    head = ["context", "batch", *speeds_of, *(["first token, s"] if prefill else []), "cache, B/token"]
-    return _by_selector(head, lines)
+    for context, batch in sorted({(row["context"], row["batch"]) for row in found}):
+        cells = []
+        for mode in names:
+            row = _row(mode, context, batch)
+            failed = "out of memory" if row.get("out_of_memory") else "–"
+            speed = f"{row['tokens_per_s']:,.0f}" if row.get("tokens_per_s") else failed
+            cells.append(cell(speed, model_ratio(mode, context, batch)))
+        lines.append([tokens(context), str(batch), *cells])
+    longest = max(row["context"] for row in found)
+    caches = (first(rows("decode-model", mode=mode, context=longest)) for mode in names)
+    lines.append(["cache, B/token", "", *(number(row.get("cache_bytes_per_token")) for row in caches)])
+    head = ["context", "batch", *(LABELS[mode] for mode in names)]
+    contexts = sorted({row["context"] for row in found})
+    won = [
+        sentence
+        for batch in sorted({row["batch"] for row in found})
+        for sentence in wins(
+            {mode: {n: model_ratio(mode, n, batch) for n in contexts} for mode in names if mode != "dense"},
+            f" at batch {batch}",
+        )
+    ]
+    measured = paragraph(results.measured_line(results.part("decode-model")))
+    return "\n\n".join([table(head, lines), paragraph(" ".join(won)), measured])
 
 
-def _by_selector(head: list[str], lines: list[list[str]]) -> str:
-    """A table whose first column, the selector, is left out if there is only one."""
-    if all(line[0] == "compressed" for line in lines):
-        return table(head, (line[1:] for line in lines))
-    return table(["selector", *head], lines)
+def model_ratio(mode: str, context: int, batch: int) -> float | None:
+    """A mode's tokens/s over dense's when decoding; None for dense, or if the kernels failed their check."""
+    own, dense = (_row(name, context, batch).get("tokens_per_s") for name in (mode, "dense"))
+    if mode == "dense" or not own or not dense or correct(mode) is False:
+        return None
+    times: float = own / dense
+    return times
+
+
+def _row(mode: str, context: int, batch: int) -> Row:
+    return first(rows("decode-model", mode=mode, context=context, batch=batch))

@@ -14,8 +14,8 @@ LABELS = {
 
 def modes() -> str:
     """Empty if not measured."""
-    sections = [_training(), _decoding()]
-    if not any(sections):
+    training = _training()
+    if not training:
         return ""
     about = paragraph(
         "`m7c` in [block-sparse mode](nsa.md#block-sparse-mode), as `tercet import hf --attention block-sparse` "
@@ -23,8 +23,7 @@ def modes() -> str:
         "keys or, where it says learned, by a learned selector, whose own training is part of the step. Tokens/s, and "
         "in brackets × dense."
     )
-    found = [section for section in sections if section]
-    return "\n\n".join(["## Block-sparse mode", about, paragraph(" ".join(_measurement())), *found])
+    return "\n\n".join(["## Block-sparse mode", about, paragraph(" ".join(_measurement())), training])
 
 
 def _measurement() -> list[str]:
@@ -34,7 +33,7 @@ def _measurement() -> list[str]:
     if spread := max((row.get("spread", 0.0) for row in found["results"]), default=0.0):
         sentences.append(f"Repeated timings of a step differ by up to {spread:.0%}.")
     if not found["complete"]:
-        sentences.append("The measurement was cut short: lengths and decoding that are not here were not reached.")
+        sentences.append("The measurement was cut short: lengths that are not here were not reached.")
     return sentences
 
 
@@ -47,42 +46,16 @@ def _training() -> str:
     for length in lengths:
         speeds = [thousands(step(mode, length).get("tokens_per_s")) for mode in names]
         ratios = [step_ratio(mode, length) for mode in names]
-        lines.append([tokens(length), *map(_cell, speeds, ratios)])
+        lines.append([tokens(length), *map(cell, speeds, ratios)])
     peaks = [max(row["peak_gib"] for row in rows("modes", mode=mode, outcome="ok")) for mode in names]
     lines.append(["peak, GiB", *map(number, peaks)])
     head = ["length", *(LABELS[mode] for mode in names)]
-    wins = _wins({mode: {n: step_ratio(mode, n) for n in lengths} for mode in names if mode != "dense"})
-    return "\n\n".join(["Training steps of 65,536 tokens:", table(head, lines), *wins])
+    won = wins({mode: {n: step_ratio(mode, n) for n in lengths} for mode in names if mode != "dense"})
+    return "\n\n".join(["Training steps of 65,536 tokens:", table(head, lines), *won])
 
 
-def _decoding() -> str:
-    found = rows("modes", of="decode")
-    names = [mode for mode in LABELS if rows("modes", of="decode", mode=mode)]
-    if not found:
-        return ""
-    lines = []
-    for context, batch in sorted({(row["context"], row["batch"]) for row in found}):
-        cells = []
-        for mode in names:
-            row = _decode(mode, context, batch)
-            failed = "out of memory" if row.get("out_of_memory") else "–"
-            speed = f"{row['tokens_per_s']:,.0f}" if row.get("tokens_per_s") else failed
-            cells.append(_cell(speed, decode_ratio(mode, context, batch)))
-        lines.append([tokens(context), str(batch), *cells])
-    longest = max(row["context"] for row in found)
-    caches = (first(rows("modes", of="decode", mode=mode, context=longest)) for mode in names)
-    lines.append(["cache, B/token", "", *(number(row.get("cache_bytes_per_token")) for row in caches)])
-    head = ["context", "batch", *(LABELS[mode] for mode in names)]
-    contexts = sorted({row["context"] for row in found})
-    batch = max(row["batch"] for row in found)
-    ratios = {mode: {n: decode_ratio(mode, n, batch) for n in contexts} for mode in names if mode != "dense"}
-    return "\n\n".join(
-        ["Greedy decoding of the whole model:", table(head, lines), *_wins(ratios, f" at batch {batch}")]
-    )
-
-
-def _wins(ratios: dict[str, dict[int, float | None]], when: str = "") -> list[str]:
-    """From which measured length on each mode is at least as fast as dense."""
+def wins(ratios: dict[str, dict[int, float | None]], when: str = "") -> list[str]:
+    """A sentence that says from which measured length on each mode is at least as fast as dense."""
     parts = []
     for mode, found in ratios.items():
         slower = [n for n, times in found.items() if times is None or times < 1]
@@ -96,28 +69,15 @@ def step_ratio(mode: str, length: int) -> float | None:
     cells = [step(mode, length), step("dense", length)]
     if mode == "dense" or not all(cells):
         return None
-    found: float | None = compared(cells, _correct(mode))[0]["times_dense"]
+    found: float | None = compared(cells, correct(mode))[0]["times_dense"]
     return found
-
-
-def decode_ratio(mode: str, context: int, batch: int) -> float | None:
-    """A mode's tokens/s over dense's when decoding; None for dense, or if the kernels failed their check."""
-    own, dense = (_decode(name, context, batch).get("tokens_per_s") for name in (mode, "dense"))
-    if mode == "dense" or not own or not dense or _correct(mode) is False:
-        return None
-    times: float = own / dense
-    return times
-
-
-def _decode(mode: str, context: int, batch: int) -> Row:
-    return first(rows("modes", of="decode", mode=mode, context=context, batch=batch))
 
 
 def step(mode: str, length: int) -> Row:
     return first(rows("modes", mode=mode, length=length, outcome="ok"))
 
 
-def _correct(mode: str) -> bool | None:
+def correct(mode: str) -> bool | None:
     """The kernel check of a mode: NSA's and block-sparse's cover the others, which run the same kernels."""
     checked = "block-sparse" if mode.startswith("block-sparse") else "nsa"
     checks = [row for row in rows("modes", mode=checked) if "parity" in row]
@@ -125,5 +85,5 @@ def _correct(mode: str) -> bool | None:
     return found
 
 
-def _cell(speed: str, times: float | None) -> str:
+def cell(speed: str, times: float | None) -> str:
     return speed if times is None else f"{speed} ({ratio(times)})"

@@ -82,8 +82,7 @@ def test_blocks_of_every_size_read_as_many_tokens(measure: ModuleType) -> None:
 
 
 def test_modes_of_a_length_are_measured_in_a_row_by_importance(measure: ModuleType) -> None:
-    groups = measure.modes.step_modes(False)
-    cells = [cell for group in groups for cell in group]
+    cells = measure.modes.step_modes(False)
     assert list(dict.fromkeys(cell["length"] for cell in cells)) == [8192, 65536, 2048, 32768, 4096, 16384]
     assert len(cells) == 6 * len(measure.modes.MODES)
     assert {cell["batch"] * cell["length"] for cell in cells} == {65536}
@@ -94,7 +93,7 @@ def test_modes_of_a_length_are_measured_in_a_row_by_importance(measure: ModuleTy
 @pytest.mark.parametrize("selector", ["compressed", "learned"])
 def test_the_block_sparse_mode_is_what_an_import_gives(measure: ModuleType, selector: str) -> None:
     name = "block-sparse" if selector == "compressed" else "block-sparse learned"
-    cell = next(cell for cell in measure.modes.step_modes(False)[0] if cell["mode"] == name)
+    cell = next(cell for cell in measure.modes.step_modes(False) if cell["mode"] == name)
     dense = load(preset="m7c-dense", flags={"model.compress_selected_keys": False}).config.model.model_dump()
     own = set(attention_options("block-sparse", 0, selector)) | {"shared_kv", "branches"}
     imported = {key: value for key, value in dense.items() if key not in own}
@@ -106,7 +105,7 @@ def test_steps_with_a_learned_selector_include_its_loss(measure: ModuleType, mon
     taught = []
     whole = BlockSelector.loss_of_rows
     monkeypatch.setattr(BlockSelector, "loss_of_rows", lambda *given, **more: taught.append(1) or whole(*given, **more))
-    for cell in measure.modes.step_modes(True)[0]:
+    for cell in measure.modes.step_modes(True)[: len(measure.modes.MODES)]:
         taught.clear()
         train_cell.measure(cell | {"flags": cell["flags"] | {"train.compile": "off"}}, 1, 0)
         assert bool(taught) == cell["mode"].endswith("learned"), cell["mode"]
@@ -115,7 +114,7 @@ def test_steps_with_a_learned_selector_include_its_loss(measure: ModuleType, mon
 def test_the_warm_up_of_modes_runs_every_cell(measure: ModuleType) -> None:
     asked = [json.loads(job.argv[-1]) for job in measure.modes.warmups() if "--compile" not in job.argv]
     compiled = [(cell["mode"], cell["length"]) for job in asked for cell in job["cells"]]
-    wanted = [(cell["mode"], cell["length"]) for group in measure.modes.step_modes(False) for cell in group]
+    wanted = [(cell["mode"], cell["length"]) for cell in measure.modes.step_modes(False)]
     assert sorted(compiled) == sorted(wanted)
 
 

@@ -176,22 +176,6 @@ def test_sizes_of_blocks_are_compared_with_64(script: ModuleType, results: Path)
     assert script.steps.blocks().splitlines()[-1] == "| 2k | 400k | 300k | 440k | 0.75 | 1.10 |"
 
 
-def test_a_learned_selector_gets_rows_of_its_own(script: ModuleType, results: Path) -> None:
-    row = {"of": "model", "kind": "nsa", "context": 2048, "batch": 1, "first_token_s": 0.04}
-    dense = row | {"kind": "dense", "tokens_per_s": 2000.0}
-    save(results, "decode", [row | {"tokens_per_s": 1500.0}, dense])  # as before there were selectors
-    assert script.decode.decode_model().splitlines()[-1].startswith("| 2k | 1 | 1,500 | 2,000 | 0.75 |")
-    both = [
-        row | {"selector": name, "tokens_per_s": speed} for name, speed in (("learned", 1e3), ("compressed", 1.5e3))
-    ]
-    save(results, "decode", [*both, dense | {"selector": "compressed"}])
-    lines = script.decode.decode_model().splitlines()[2:]
-    assert [line[:50] for line in lines] == [
-        "| compressed | 2k | 1 | 1,500 | 2,000 | 0.75 | 0.0",
-        "| learned | 2k | 1 | 1,000 | 2,000 | 0.50 | 0.0400",
-    ]
-
-
 def mode_cells(length: int, speeds: dict[str, float], **more: Any) -> list[dict[str, Any]]:
     return [
         cell("dense" if mode == "dense" else "nsa", speed, mode=mode, length=length, batch=65536 // length, **more)
@@ -247,12 +231,13 @@ def test_a_wrong_mode_gets_no_ratio(
 
 @pytest.mark.parametrize("correct", [True, False])
 def test_modes_that_decode_stand_beside_dense(script: ModuleType, results: Path, correct: bool) -> None:
-    row = {"of": "decode", "context": 16384, "batch": 16, "cache_bytes_per_token": 6500.0}
+    row = {"context": 16384, "batch": 16, "cache_bytes_per_token": 6500.0}
     speeds = {"dense": 16000.0, "block-sparse": 20000.0}
     decoded = [row | {"mode": mode, "tokens_per_s": speed} for mode, speed in speeds.items()]
-    save(results, "modes", [*checks(correct), *decoded, row | {"mode": "nsa", "out_of_memory": True}])
+    save(results, "modes", checks(correct))
+    save(results, "decode-model", [*decoded, row | {"mode": "nsa", "out_of_memory": True}], date="2026-11-17")
     won = "from 16k" if correct else "at no length"
-    assert script.modes.modes().splitlines()[-6:] == [
+    assert script.decode.decode_model().splitlines()[:6] == [
         "| context | batch | dense | NSA | block-sparse |",
         "|---|---|---|---|---|",
         f"| 16k | 16 | 16,000 | out of memory | 20,000{' (1.25)' * correct} |",
@@ -260,3 +245,4 @@ def test_modes_that_decode_stand_beside_dense(script: ModuleType, results: Path,
         "",
         f"At least as fast as dense at batch 16: NSA at no length; block-sparse {won}.",
     ]
+    assert "17 November 2026" in script.decode.decode_model()

@@ -141,7 +141,7 @@ def test_a_learned_selector_in_half_precision_equals_the_reference(reference):
     compare(reference, layer, [127], [None], limit=5e-3)
 
 
-@pytest.mark.parametrize("branches", [("selected",), ("compressed", "window")], ids=" ".join)
+@pytest.mark.parametrize("branches", [("selected",), ("compressed", "window"), ("selected", "window")], ids=" ".join)
 def test_a_learned_selector_without_some_branches_equals_the_reference(branches, reference):
     layer = make(branches=branches, compression="mean", selector="learned", selector_dim=16, selector_rotary=8)
     compare(reference, layer, [127], [None])

@@ -47,7 +47,7 @@ def both_ways(
     found = []
     for project in (NativeSparseAttention.fused_inputs, NativeSparseAttention.separate_inputs):
         leaf = x.clone().requires_grad_()
-        parts = project(layer, leaf, packing, rope)
+        parts = [part for part in project(layer, leaf, packing, rope) if part is not None]
         # a different weight for each number, so that swapped values are noticed
         loss = sum((part * torch.linspace(-1, 1, part.numel()).view(part.shape)).sum() for part in parts)
         used = [p for n, p in layer.named_parameters() if not n.startswith("o_proj")]
@@ -55,7 +55,8 @@ def both_ways(
     return found[0], found[1]
 
 
-SHARED: list[dict[str, bool]] = [{}, {"shared_kv": True}, {"compress_selected_keys": True}]
+UNCOMPRESSED = {"branches": ("selected", "window"), "selector": "random"}
+SHARED: list[dict[str, Any]] = [{}, {"shared_kv": True}, {"compress_selected_keys": True}, UNCOMPRESSED]
 # blocks that do not overlap, like m7c's
 APART = tercet.NSAConfig(4, 4, 16, 4, 1, 2, 20)
 
@@ -77,7 +78,7 @@ LAYERS: list[tuple[dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("layer", "shared"), cells(LAYERS, SHARED))
-def test_a_fused_projection_equals_separate_ones(layer: tuple[dict[str, Any], int], shared: dict[str, bool]) -> None:
+def test_a_fused_projection_equals_separate_ones(layer: tuple[dict[str, Any], int], shared: dict[str, Any]) -> None:
     options, tokens = layer
     one, several = both_ways(make(**options, **shared), torch.randn(2, tokens, 24))
     torch.testing.assert_close(one, several, rtol=2e-5, atol=2e-5)
@@ -92,7 +93,7 @@ PACKED_LAYERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(("options", "shared"), cells(PACKED_LAYERS, SHARED))
 def test_a_fused_projection_of_packed_documents_equals_separate_ones(
-    options: dict[str, Any], shared: dict[str, bool]
+    options: dict[str, Any], shared: dict[str, Any]
 ) -> None:
     # a document shorter than a chunk, one with a partial chunk, an empty one, and unused chunks at the end
     one, several = both_ways(make(**options, **shared), torch.randn(1, 70, 24), [0, 3, 34, 34, 70])
@@ -101,7 +102,7 @@ def test_a_fused_projection_of_packed_documents_equals_separate_ones(
 
 @pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize("lengths", [[26, 26], [9, 26]])
-def test_a_fused_prefill_equals_two_chunks_on_the_reference(shared: dict[str, bool], lengths: list[int]) -> None:
+def test_a_fused_prefill_equals_two_chunks_on_the_reference(shared: dict[str, Any], lengths: list[int]) -> None:
     layer, x = make(bias=True, **shared), torch.randn(2, 26, 24)
     assert layer.can_fuse(x)
     fused = layer.make_cache(2, 32)
@@ -134,7 +135,8 @@ SIZES = [([6, 2, 16, 4], 20), ([3, 1, 96, 4], 19), ([16, 16, 8, 4], 9), ([5, 5, 
 def split_by_indexing(y: torch.Tensor, cos_sin: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
     """qkv_split.split_qkv by indexing."""
     n, g, size, stride, key_sets = sizes
-    row = {3: ["kc", "vc", "ks", "vs", "kw", "vw"], 2: ["vc", "ks", "vs", "kw", "vw"], 1: ["k", "v"]}[key_sets]
+    rows = {3: "kc vc ks vs kw vw", 2: "vc ks vs kw vw", 1: "k v", qkv_split.UNCOMPRESSED: "ks vs kw vw"}
+    row = rows[key_sets].split()
     used = (n + len(row) * g) * size + 3 * n
     assert 0 <= y.shape[2] - used < 64
     q, *parts, logits = y[..., :used].split([n * size, *[g * size] * len(row), 3 * n], -1)
@@ -144,18 +146,20 @@ def split_by_indexing(y: torch.Tensor, cos_sin: list[torch.Tensor], sizes: list[
         named["kc"] = named["ks"]
     if key_sets == 1:
         named = {name + branch: x for name, x in named.items() for branch in "csw"}
+    if key_sets == qkv_split.UNCOMPRESSED:
+        named |= {"kc": named["ks"][:, :0], "vc": named["vs"][:, :0]}
     kc, vc, ks, vs, kw, vw = (named[name] for name in ("kc", "vc", "ks", "vs", "kw", "vw"))
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
         a, b = x.chunk(2, -1)
         return torch.cat((a * cos_sin[0] - b * cos_sin[1], b * cos_sin[0] + a * cos_sin[1]), -1)
 
-    full = y.shape[1] // stride * stride
+    full = kc.shape[1] // stride * stride
     chunks = torch.stack([x[:, :full].unflatten(1, (-1, stride)).transpose(2, 3) for x in (kc, vc)])
     return [rotated(q), rotated(ks), vs, rotated(kw), vw, chunks, logits]
 
 
-@pytest.mark.parametrize(("shape", "key_sets"), cells(SIZES, [3, 2, 1]))
+@pytest.mark.parametrize(("shape", "key_sets"), cells(SIZES, [3, 2, 1, qkv_split.UNCOMPRESSED]))
 def test_the_split_and_its_backward_equal_indexing(shape: tuple[list[int], int], key_sets: int) -> None:
     sizes, tokens = shape
     torch.manual_seed(0)

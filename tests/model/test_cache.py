@@ -79,6 +79,7 @@ OPTIONS = [
     {"heads": 3, "kv_heads": 3},
     {"heads": 5, "kv_heads": 1},
     LEARNED,
+    {**LEARNED, "branches": ("selected", "window"), "qk_norm": True},
     {**LEARNED, "selector_rotary": 6, "rope_scaling": 3.0, "rope_max_wavelength": 100.0},
 ]
 
@@ -411,7 +412,8 @@ def test_requested_kernels_that_cannot_run_raise(tokens):
 
 
 def test_the_cache_stores_only_what_branches_read():
-    """Only the selected branch needs all tokens, and shared_kv stores them once."""
+    """Only the selected branch needs all tokens, and shared_kv stores them once. Compressed tokens are stored if they
+    are attended to or score the blocks."""
     tokens, per_slot = 256, 2 * (4 + 3) * 8
     compressed = CFG.num_compressed(tokens)
 
@@ -427,6 +429,9 @@ def test_the_cache_stores_only_what_branches_read():
     assert kept(shared_kv=True) <= tokens + compressed + CFG.compress_block + spare
     assert kept(branches=("compressed", "window")) <= compressed + 16 + CFG.compress_block + spare
     assert kept(branches=("window",)) <= 16 + spare
+    selector = 8 * tokens * 2 * 4 // per_slot
+    learned = {"selector": "learned", "selector_dim": 4, "selector_rotary": 0}
+    assert kept(branches=("selected", "window"), **learned) <= tokens + 16 + selector + spare
 
 
 @pytest.mark.parametrize(

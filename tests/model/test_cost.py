@@ -48,6 +48,8 @@ SIZES = {"dim": 24, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_
         {"attention_bias": True},
         {"attention_bias": True, "attention": "dense"},
         {"branches": ("window",)},
+        {"branches": ("selected", "window")},
+        {"branches": ("selected", "window"), "selector": "learned", "compression": "mlp"},
         {"gate": "softmax", "kv_heads": 4},
         {**BLOCK_SPARSE, "qk_norm": True},
         {**BLOCK_SPARSE, "selector": "learned", "attention": ("nsa", "dense", "nsa")},

@@ -113,6 +113,14 @@ def test_branches_can_be_omitted(branches):
     assert_equals_oracle(make(branches=branches), sequence(33))
 
 
+def test_a_layer_that_reads_no_compressed_tokens_has_no_parameters_for_them():
+    options = {"branches": ("selected", "window"), "selector": "learned", "compress_selected_keys": True}
+    layer, x = make(**options, compression="mlp"), sequence(CFG.selected_tokens)  # every block is read
+    assert not any(name.startswith("compress") for name, _ in layer.named_parameters())
+    assert layer.kv_proj.out_features == 2 * 2 * (2 * 4)  # two sets of keys and values
+    assert_equals_oracle(layer, x)
+
+
 def test_unknown_and_empty_branches_are_rejected():
     with pytest.raises(ValueError, match="windw"):
         make(branches=("windw",))

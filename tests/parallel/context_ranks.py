@@ -34,6 +34,9 @@ LAYERS = {
     "dense": lambda: DenseAttention(24, 4, 2, 8),
     "window": lambda: WindowAttention(24, 4, 2, 8, config=SMALL),
     "block sparse": lambda: BlockSparseAttention(24, 4, 2, 8, config=SMALL, dense_below=40, qk_norm=True),
+    "two branches": lambda: NativeSparseAttention(
+        24, 4, 2, 8, config=SMALL, branches=("selected", "window"), selector="learned", selector_dim=8
+    ),
 }
 ON_KERNELS = partial(NativeSparseAttention, 24, 4, 2, 16, 16, SMALL, backend="triton")
 BOUNDS = {

@@ -228,12 +228,13 @@ def check_max_seqlen(max_seqlen: int | None, cu_seqlens: object) -> None:
         raise ValueError(f"max_seqlen={max_seqlen} was given {found}: it bounds the documents in cu_seqlens")
 
 
-def check_packing(packing: Packing, q: Tensor, k_compressed: Tensor, config: NSAConfig) -> None:
+def check_packing(packing: Packing, q: Tensor, k_compressed: Tensor | None, config: NSAConfig) -> None:
     """A Packing must match the tensors of the call. Reads host values only."""
+    compressed = packing.compressed_length if k_compressed is None else k_compressed.shape[1]
     for name, theirs, ours in (
         ("batch", 1, q.shape[0]),
         ("tokens", packing.length, q.shape[1]),
-        ("compressed tokens", packing.compressed_length, k_compressed.shape[1]),
+        ("compressed tokens", packing.compressed_length, compressed),
         ("device", packing.cu_seqlens.device, q.device),
         ("config", packing.config, config),
     ):

@@ -45,11 +45,12 @@ class AttentionAux:
 
 
 class NSAInputs(NamedTuple):
-    """Tensors of one call, in the order of nsa_attention's arguments."""
+    """Tensors of one call, in the order of nsa_attention's arguments. Compressed ones are None in a call that does not
+    read them: without the compressed branch, and with blocks given or chosen by a selector."""
 
     q: Tensor
-    k_compressed: Tensor
-    v_compressed: Tensor
+    k_compressed: Tensor | None
+    v_compressed: Tensor | None
     k_selected: Tensor
     v_selected: Tensor
     k_window: Tensor
@@ -212,7 +213,7 @@ def _without_autocast(device: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _without_gates(inputs: NSAInputs) -> dict[str, Tensor]:
+def _without_gates(inputs: NSAInputs) -> dict[str, Tensor | None]:
     return dict(zip(NSAInputs._fields[:-1], inputs[:-1], strict=True))
 
 
@@ -222,11 +223,12 @@ def _check_inputs(
     q = inputs.q
     if packing is not None and span is WHOLE:
         checks.check_packing(packing, q, inputs.k_compressed, config)
-    tensors = _without_gates(inputs)
+    tensors = {name: x for name, x in _without_gates(inputs).items() if x is not None}
     checks.check_tensors(tensors | {"gates": inputs.gates})
-    keys = {branch: tensors[f"k_{branch}"] for branch in BRANCHES}
-    values = {branch: tensors[f"v_{branch}"] for branch in BRANCHES}
-    for branch in BRANCHES:
+    given = [branch for branch in BRANCHES if f"k_{branch}" in tensors]
+    keys = {branch: tensors[f"k_{branch}"] for branch in given}
+    values = {branch: tensors[f"v_{branch}"] for branch in given}
+    for branch in given:
         tokens: int | None = q.shape[1]
         if branch == "compressed":
             tokens = None if packing is not None else config.num_compressed(q.shape[1])
@@ -255,6 +257,8 @@ def _run_reference(
     outs: dict[str, Tensor] = {}
     want_indices = block_indices is None and (select or "selected" in branches)
     if "compressed" in branches or want_indices:
+        assert inputs.k_compressed is not None
+        assert inputs.v_compressed is not None
         out, indices, _ = reference.compressed_attention(
             q, inputs.k_compressed, inputs.v_compressed, config, packing, want_indices=want_indices, span=span
         )
@@ -284,11 +288,12 @@ def _run_reference_by_buckets(
 ) -> tuple[Tensor, Tensor | None]:
     outs, selections = [], []
     for bucket in buckets.buckets:
+        kc, vc = inputs.k_compressed, inputs.v_compressed
         rows = NSAInputs(
-            *(
-                bucket.compressed_rows(x) if name.endswith("_compressed") else bucket.rows(x)
-                for name, x in zip(NSAInputs._fields, inputs, strict=True)
-            )
+            bucket.rows(inputs.q),
+            None if kc is None else bucket.compressed_rows(kc),
+            None if vc is None else bucket.compressed_rows(vc),
+            *(bucket.rows(x) for x in inputs[3:]),
         )
         given = None if block_indices is None else bucket.rows(block_indices)
         out, indices = _run_reference(rows, config, None, branches, given, select=select)

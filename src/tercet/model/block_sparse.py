@@ -81,7 +81,7 @@ class BlockSparseAttention(SelectingLayer, DenseAttention):
             self.selector.init_weights(std)
 
     def cache_key(self) -> dict[str, Any]:
-        return super().cache_key() | {"shared_kv": True, "branches": ("selected",)}
+        return super().cache_key() | {"shared_kv": True, "branches": ("selected",), "compresses": False}
 
     # ------------------------------------------------------------ whole sequences
 

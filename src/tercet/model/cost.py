@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tercet.attention.config import BRANCHES, NSAConfig
+from tercet.attention.config import BRANCHES, NSAConfig, kv_sets, reads_compressed
 from tercet.model.config import ModelConfig
 
 FP32 = 4
@@ -259,8 +259,9 @@ def chunk_rows(vocab_size: int) -> int:
 
 def _kv_sets(model: ModelConfig, kind: str) -> tuple[int, int]:
     """Projected sets of keys and of values."""
-    values = 1 if kind != "nsa" or model.shared_kv else len(BRANCHES)
-    return values - (kind == "nsa" and model.compress_selected_keys), values
+    if kind != "nsa":
+        return 1, 1
+    return kv_sets(model.branches, model.selector, model.shared_kv, model.compress_selected_keys)
 
 
 def _kv_rows(model: ModelConfig, kind: str) -> int:
@@ -278,7 +279,7 @@ def _attention_extras(model: ModelConfig, kind: str) -> int:
         extras += model.heads * model.head_dim + _kv_rows(model, kind) + model.dim
     if not _has_gates(model, kind):
         return extras
-    learned = model.compression == "mlp"
+    learned = model.compression == "mlp" and reads_compressed(model.branches, model.selector)
     block = model.nsa.compress_block
     phi = sum(block * d + (block * d + 1) * d + (d + 1) * d for d in _head_sizes(model)) if learned else 0
     return extras + len(BRANCHES) * model.heads + phi
@@ -298,7 +299,7 @@ def _block_bytes(model: ModelConfig, kind: str, compute_bytes: int) -> int:
     gated = _has_gates(model, kind)
     branches = len(model.branches) if gated else 0
     projected = _projected(model, kind)
-    if kind == "nsa" and model.compression == "mean" and not model.shared_kv:
+    if kind == "nsa" and model.compression == "mean" and _kv_sets(model, kind)[1] == len(BRANCHES):
         # The gradient of a mean needs no inputs: keys and values of the compressed branch are not saved.
         projected -= model.kv_heads * sum(_head_sizes(model))
     outputs = (branches + 1) * model.heads * model.head_value_dim

@@ -81,8 +81,8 @@ def why_not_chunk_kernels(layer: AttentionLayer, x: Tensor, cache: NSACache, len
     cache.check(layer.cache_key(), x)
     if not TRITON_INSTALLED:
         return NO_TRITON
-    if layer.kind == "nsa" and not cache.compresses and not cache.pools_keys:
-        return "only the window is cached, and the kernels also need the compressed tokens"
+    if layer.kind == "nsa" and not cache.keeps_tokens and not cache.compresses:
+        return "only the window is cached, and the kernels also need the keys of the selected branch"
     if x.device.type != "cuda" and not interpreting():
         return f"x is on {x.device} and the kernels need a CUDA device"
     from tercet.attention import kernels
@@ -119,9 +119,9 @@ def nsa_chunk(
     if new.window_k is not None:
         k, v, first_window_key = _window_keys(new, config)
         pairs["window"] = k, v
-    compressed = cache.compressed(new)
-    if compressed is None:
-        compressed = keys["selected"][:, :0], values["selected"][:, :0]
+    compressed: tuple[Tensor | None, Tensor | None] = (None, None)
+    if cache.compresses:
+        compressed = cache.compressed(new) or (keys["selected"][:, :0], values["selected"][:, :0])
     out, _, route = run_nsa(
         NSAInputs(q, *compressed, *pairs["selected"], *pairs["window"], gates), config=config, backend="triton",
         branches=branches, span=Span(start, 0 if cache.keeps_tokens else start, first_window_key), selector=selector,

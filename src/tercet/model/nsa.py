@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tercet.attention.checks import check_config
-from tercet.attention.config import BRANCHES, NSAConfig, check_branches, check_shared_keys
+from tercet.attention.config import (
+    BRANCHES,
+    NSAConfig,
+    check_branches,
+    check_shared_keys,
+    kv_sets,
+    reads_compressed,
+)
 from tercet.attention.dispatch import check_backend
 from tercet.attention.functional import NSAInputs, run_nsa
 from tercet.attention.hardware import kernels_run_on
@@ -76,7 +83,8 @@ class NativeSparseAttention(SelectingLayer):
     selector     what chooses the blocks: "compressed" (the compressed branch, as in the paper), "learned" (a query
                  and a key of `selector_dim` channels per token and KV head, of which RoPE rotates the first
                  `selector_rotary`, half of them by default) or "random" (a control)
-    branches     omit branches, for ablations
+    branches     omit branches. Without the compressed one, and with a selector other than "compressed", the layer has
+                 no keys, values and φ for compressed tokens
     backend      "auto", "reference" or "triton"
     bias         biases in the projections
     norm_eps     epsilon of the norms of qk_norm
@@ -112,18 +120,20 @@ class NativeSparseAttention(SelectingLayer):
         selector_rotary: int | None = None,
     ) -> None:
         check_shared_keys(shared_kv, compress_selected_keys)
-        value_sets = 1 if shared_kv else len(BRANCHES)
+        key_sets, value_sets = kv_sets(branches, selector, shared_kv, compress_selected_keys)
         super().__init__(
-            dim, heads, kv_heads, head_dim, value_dim, key_sets=value_sets - compress_selected_keys,
-            value_sets=value_sets, bias=bias,
+            dim, heads, kv_heads, head_dim, value_dim, key_sets=key_sets, value_sets=value_sets, bias=bias,
             rotary=Rotary(head_dim, rope_theta, rope_scaling, rope_max_wavelength, rope),
         )  # fmt: skip
         check_backend(backend)
         self.config = NSAConfig() if config is None else config
         check_config(self.config)
-        self.shared_kv, self.compress_selected_keys = shared_kv, compress_selected_keys
         self.backend, self.branches = backend, check_branches(branches)
+        self.compresses = reads_compressed(branches, selector)
+        self.value_sets, self.shared_kv = value_sets, shared_kv
+        self.compress_selected_keys = compress_selected_keys and self.compresses
         self.gate = Gate(dim, heads, gate)
+        compression = compression if self.compresses else "mean"  # which has no parameters
         self.compress_k = Compression(compression, head_dim, self.config)
         self.compress_v = Compression(compression, self.value_dim, self.config)
         self.selector = build_selector(selector, dim, kv_heads, selector_dim, self.config, self.rotary, selector_rotary)
@@ -150,7 +160,8 @@ class NativeSparseAttention(SelectingLayer):
             self.selector.init_weights(std)
 
     def cache_key(self) -> dict[str, Any]:
-        return super().cache_key() | {"shared_kv": self.shared_kv, "branches": self.branches}
+        own = {"shared_kv": self.shared_kv, "branches": self.branches, "compresses": self.compresses}
+        return super().cache_key() | own
 
     def chooses_randomly(self) -> bool:
         return self.random_blocks is not None
@@ -208,9 +219,9 @@ class NativeSparseAttention(SelectingLayer):
         """
         from tercet.attention.kernels import qkv_split
 
-        assert rope.compressed is not None
         weights = [self.q_proj.weight, self.kv_proj.weight, self.gate.proj.weight]
-        width = qkv_split.columns(self.heads, self.kv_heads, self.head_dim, self.key_sets)
+        key_sets = self.key_sets if self.compresses or self.shared_kv else qkv_split.UNCOMPRESSED
+        width = qkv_split.columns(self.heads, self.kv_heads, self.head_dim, key_sets)
         weights.append(weights[0].new_zeros(width - sum(w.shape[0] for w in weights), self.dim))
         bias = None
         if self.q_proj.bias is not None:
@@ -218,16 +229,21 @@ class NativeSparseAttention(SelectingLayer):
             bias = torch.cat((*biases, biases[0].new_zeros(width - sum(b.shape[0] for b in biases))))
         y = F.linear(x, torch.cat(weights), bias)
         maps = (None,) * 4 if packing is None else tuple(packing.tokens_to_chunks)
-        sizes = [self.heads, self.kv_heads, self.head_dim, self.config.compress_stride, self.key_sets]
+        sizes = [self.heads, self.kv_heads, self.head_dim, self.config.compress_stride, key_sets]
         q, ks, vs, kw, vw, chunks, logits = qkv_split.split_qkv(y, rope.tokens, maps, sizes)
-        kc, vc = compress_keys_and_values(chunks, self.compress_k, self.compress_v, packing)
-        gates = self.gate.activate(logits, self.gate.proj.bias)
-        return NSAInputs(q, rotate(kc, rope.compressed), vc, ks, vs, kw, vw, gates)
+        kc = vc = None
+        if self.compresses:
+            assert rope.compressed is not None
+            kc, vc = compress_keys_and_values(chunks, self.compress_k, self.compress_v, packing)
+            kc = rotate(kc, rope.compressed)
+        return NSAInputs(q, kc, vc, ks, vs, kw, vw, self.gate.activate(logits, self.gate.proj.bias))
 
     def separate_inputs(self, x: Tensor, packing: Packing | None, rope: RopeCache) -> NSAInputs:
         """Separate projections for q, keys and values, and gates: on any device, with every option."""
         q, raw_k, keys, values = self.project(x, None, rope.tokens)
-        compressed = self._compress(raw_k, values["compressed"], packing, rope.compressed)
+        compressed: tuple[Tensor | None, Tensor | None] = (None, None)
+        if self.compresses:
+            compressed = self._compress(raw_k, values["compressed"], packing, rope.compressed)
         selected, window = ((keys[branch], values[branch]) for branch in ("selected", "window"))
         return NSAInputs(q, *compressed, *selected, *window, self.gate(x))
 
@@ -268,7 +284,7 @@ class NativeSparseAttention(SelectingLayer):
             biases = None if self.kv_proj.bias is None else self.kv_proj.bias.split(sizes)
             found: dict[int, Tensor] = {}
             keys, values = self._keys_and_values(tuple(range(len(sizes))))
-            for group in ((*keys[:-2], *values[:-2]), keys[-2:], values[-2:]):
+            for group in filter(None, ((*keys[:-2], *values[:-2]), keys[-2:], values[-2:])):
                 weight = torch.cat([weights[i] for i in group])
                 bias = None if biases is None else torch.cat([biases[i] for i in group])
                 found |= zip(group, F.linear(x, weight, bias).split([sizes[i] for i in group], dim=-1), strict=True)
@@ -292,7 +308,7 @@ class NativeSparseAttention(SelectingLayer):
         """Rows of kv_proj, [set][k, v]; the compressed branch has no keys of its own with compress_selected_keys."""
         # super().kv_rows would break torch.compile's graph
         one = self.kv_heads * self.head_dim, self.kv_heads * self.value_dim
-        return (one * (1 if self.shared_kv else len(BRANCHES)))[self.compress_selected_keys :]
+        return (one * self.value_sets)[self.compress_selected_keys :]
 
     def per_branch(self, sets: tuple[Any, ...]) -> tuple[Any, ...]:
         """One entry per branch from one per key or value set: shared sets, or the selected keys, are repeated."""
@@ -345,11 +361,13 @@ class NativeSparseAttention(SelectingLayer):
         rope = rope_cache(self.rotary, x, None, self.config) if rope is None else rope
         inputs = self.inputs(x, None, rope)
         # the cache keeps the last raw tokens of each row
-        raw_k, raw_v = self._raw_compressed(x if new.padded else x[:, -self.config.compress_block :])
+        raw_k = None
         keys = {"selected": inputs.k_selected, "window": inputs.k_window}
-        values = {"selected": inputs.v_selected, "window": inputs.v_window, "compressed": raw_v}
+        values = {"selected": inputs.v_selected, "window": inputs.v_window}
+        if self.compresses:
+            raw_k, values["compressed"] = self._raw_compressed(x if new.padded else x[:, -self.config.compress_block :])
         cache.append(new, raw_k, keys, values)
-        if cache.compresses:
+        if inputs.k_compressed is not None and inputs.v_compressed is not None:
             kc, vc = (each[:, : new.emitted] for each in (inputs.k_compressed, inputs.v_compressed))
             cache.append_compressed(new, k_compressed=kc, v_compressed=vc)
         cache.reads = None
@@ -365,6 +383,12 @@ class NativeSparseAttention(SelectingLayer):
         k, v = (each["compressed"].unflatten(-1, (self.kv_heads, -1)) for each in parts)
         return k if self.k_norms is None else self.k_norms[0](k), v
 
+    def _absent(self) -> int:
+        """Numbers per token that kv_proj does not compute, of three sets of keys and values."""
+        if self.shared_kv:
+            return 0
+        return self.kv_heads * sum((3 * self.head_dim, 3 * self.value_dim)) - sum(self.kv_rows)
+
     def decode_token(self, x: Tensor, cache: NSACache, counts: Tensor | None) -> tuple[Tensor, Tensor]:
         from tercet.attention.kernels import decode as kernels
 
@@ -378,6 +402,6 @@ class NativeSparseAttention(SelectingLayer):
             branches=self.branches, shared=self.shared_kv, softmax_gate=self.gate.kind == "softmax",
             norms=decode.kernel_norms(self.q_norm, key_norms, q.dtype),
             phi=(decode.phi_weights(self.compress_k), decode.phi_weights(self.compress_v)),
-            tied=self.compress_selected_keys, selector=(scored[0], scored[1]) if own else None,
+            absent=self._absent(), selector=(scored[0], scored[1]) if own else None,
         )  # fmt: skip
         return out, read

@@ -33,7 +33,7 @@ class NSACache(Cache):
         self.keeps_tokens = "selected" in branches
         self.keeps_window = "window" in branches and not (key["shared_kv"] and self.keeps_tokens)
         self.keeps_selector = "selector_dim" in key and self.keeps_tokens
-        self.compresses = not self.pools_keys and ("compressed" in branches or "selected" in branches)
+        self.compresses: bool = key["compresses"]
         self.block_indices: Tensor | None = None
         """int32 [B, G, n]: blocks selected by the last step on the decode kernels."""
         super().__init__(key, batch, max_len, device, dtype)
@@ -44,7 +44,7 @@ class NSACache(Cache):
                 self._stores[f"{kind}_window"] = self._allocate(None, key["kv_heads"], size, self.config.window)
 
     def append(
-        self, new: NewTokens, raw_k: Tensor, keys: dict[str, Tensor], values: dict[str, Tensor]
+        self, new: NewTokens, raw_k: Tensor | None, keys: dict[str, Tensor], values: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Store the new tokens. Returns (index [B, E], raw keys, raw values [B, E, l, G, D]) of the compressed tokens
         that are now complete, E for the row that completes most; None if there are none, and in a first prefill."""
@@ -60,6 +60,7 @@ class NSACache(Cache):
             self._append_ring("v_window", values["window"], new)
         if not self.compresses:
             return None
+        assert raw_k is not None
         k = self._append_tail("k_tail", raw_k, new)
         v = self._append_tail("v_tail", values["compressed"], new)
         if k is None or v is None:
@@ -103,14 +104,14 @@ class NSACache(Cache):
     def compressed(self, new: NewTokens) -> tuple[Tensor, Tensor] | None:
         """Compressed keys and values that any of the new tokens can see; None before the first is complete."""
         count = self.config.num_compressed(new.longest)
-        if count == 0:
+        if count == 0 or not self.compresses:
             return None
         return self._stores["k_compressed"][:, :count], self._stores["v_compressed"][:, :count]
 
     @property
     def keeps_blocks(self) -> bool:
         """Whether blocks are scored, for which the decode kernels hold scratch."""
-        return self.compresses or self.pools_keys
+        return self.compresses or self.keeps_tokens
 
     def selector_frequencies(self) -> Tensor | None:
         """fp64 [rotated/2]: as `rope_frequencies`, of a learned selector's rotated channels; None if it has none."""

@@ -56,7 +56,12 @@ class WindowAttention(DenseAttention):
         return _BRANCHES
 
     def cache_key(self) -> dict[str, Any]:
-        return super().cache_key() | {"config": self.config, "shared_kv": False, "branches": _BRANCHES}
+        return super().cache_key() | {
+            "config": self.config,
+            "shared_kv": False,
+            "branches": _BRANCHES,
+            "compresses": False,
+        }
 
     def _forward_sequence(
         self, x: Tensor, packing: Packing | None, rope: RopeCache | None, taught: Tensor | None

@@ -183,7 +183,7 @@ def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard, t
     for branch in ("selected", "window"):
         if branch in layer.branches and not (branch == "selected" and shard.by_blocks):
             pending[branch] = _start_fetch(shard.fetch(branch), keys[branch], values[branch])
-    compressed = _fetch_compressed(layer, raw_k, values["compressed"], shard)
+    compressed = _fetch_compressed(layer, raw_k, values["compressed"], shard) if layer.compresses else (None, None)
     nsa = _ShardedNSA(layer, shard, q, layer.gate(x), compressed, pending)
     selector_k = None
     if layer.selector is not None:
@@ -227,7 +227,7 @@ class _ShardedNSA:
     shard: ContextShard
     q: Tensor
     gates: Tensor
-    compressed: tuple[Tensor, Tensor]
+    compressed: tuple[Tensor, Tensor] | tuple[None, None]
     pending: dict[str, PendingFetch]  # keys and values of the other branches
     indices: list[Any] = field(default_factory=list)  # selected blocks; empty until known
     outs: list[Tensor] = field(default_factory=list)  # sum of the branches that have run
@@ -248,15 +248,22 @@ class _ShardedNSA:
 
     def _run_chunk(self, index: int, branches: tuple[str, ...]) -> tuple[Tensor, Tensor | None, tuple[str, str | None]]:
         chunk = self.shard.chunks[index]
-        kv = {"selected": self.compressed, "window": self.compressed}  # any tensors for a branch that does not run
+        kc, vc = self.compressed
+        kv: dict[str, tuple[Tensor, Tensor]] = {}
         first_key = {"selected": 0, "window": 0}
         for branch in branches:
             if branch != "compressed":
                 (k, v), tokens = self.pending[branch](), chunk.ranges[branch]
                 kv[branch], first_key[branch] = (k[:, tokens.rows], v[:, tokens.rows]), tokens.first
+        unread = next(iter(kv.values()), None)  # any tensors for a branch that does not run
+        if unread is None:
+            assert kc is not None
+            assert vc is not None
+            unread = kc, vc
+        kv = {"selected": unread, "window": unread} | kv
         q, gates = self.q[:, chunk.rows], self.gates[:, chunk.rows]
         return run_nsa(
-            NSAInputs(q, *self.compressed, *kv["selected"], *kv["window"], gates),
+            NSAInputs(q, kc, vc, *kv["selected"], *kv["window"], gates),
             config=self.layer.config, packing=self.shard.packing, backend=self.layer.backend, branches=branches,
             block_indices=self.indices[index] if self.indices else None, select="selected" in self.layer.branches,
             span=Span(chunk.first, first_key["selected"], first_key["window"]),

@@ -183,8 +183,8 @@ class _Direct:
 
 def nsa(
     q: Tensor,
-    kc: Tensor,
-    vc: Tensor,
+    kc: Tensor | None,
+    vc: Tensor | None,
     ks: Tensor,
     vs: Tensor,
     kw: Tensor,
@@ -204,7 +204,8 @@ def nsa(
     choose = block_indices is None and (select or "selected" in branches)
     compressed = "compressed" in branches
     ops, numbers = _call(config, layout)
-    cu_seqlens, ccu = layout.cu_seqlens, _compressed_bounds(layout, config, ops)
+    cu_seqlens = layout.cu_seqlens
+    ccu = _compressed_bounds(layout, config, ops) if compressed or choose else None
     if "selected" not in branches:
         ks = vs = None
     if "window" not in branches:

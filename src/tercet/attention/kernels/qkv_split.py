@@ -4,8 +4,9 @@ A row of the projection y is, with three sets of keys and values,
 
     [q heads][compressed k, v][selected k, v][window k, v][gate logits][padding]
 
-With two sets the compressed branch shares the selected branch's keys and has only [compressed v]; with one set for all
-branches it is [q heads][k, v][gate logits][padding]. One kernel applies RoPE to q and to the selected and window keys,
+With two sets of keys the compressed branch shares the selected branch's and has only [compressed v]; with one set for
+all branches it is [q heads][k, v][gate logits][padding]; without a compressed branch (UNCOMPRESSED), nothing is between
+q and the selected keys, and there are no chunks. One kernel applies RoPE to q and to the selected and window keys,
 lays out the compressed branch's keys and values in chunks, as φ multiplies them, and copies the rest. The backward is
 its transpose. torch.compile made four kernels of the backward, the main one at a quarter of the memory bandwidth.
 
@@ -27,18 +28,20 @@ from tercet.attention.first_order import first_order
 from tercet.attention.kernels.custom_op import operator
 from tercet.attention.kernels.launch import call, power_of_2
 
+# In place of a number of key sets: selected and window keys and values, and nothing for the compressed branch
+UNCOMPRESSED = 0
 # Rows are whole cache lines in bf16, and whole tiles of a matrix product
 _ALIGNMENT = 64
 
 
 def columns(heads: int, kv_heads: int, size: int, key_sets: int) -> int:
-    """C: columns of y, padding included. key_sets: 3, 2 or 1."""
+    """C: columns of y, padding included. key_sets: 3, 2, 1 or UNCOMPRESSED."""
     used = _before_logits(heads, kv_heads, size, key_sets) + 3 * heads
     return -(-used // _ALIGNMENT) * _ALIGNMENT
 
 
 def _before_logits(heads: int, kv_heads: int, size: int, key_sets: int) -> int:
-    return (heads + {3: 6, 2: 5, 1: 2}[key_sets] * kv_heads) * size
+    return (heads + {3: 6, 2: 5, 1: 2, UNCOMPRESSED: 4}[key_sets] * kv_heads) * size
 
 
 # ------------------------------------------------------------ one head of each row; BACK: from a part into y
@@ -196,9 +199,10 @@ def qkv_split_kernel(
     and values, or the logits, of R tokens. (All heads unrolled in one program: 16 KV heads took 78 s to compile.)"""
     Q_PARTS: tl.constexpr = (H + QB - 1) // QB
     KV_PARTS: tl.constexpr = (G + KB - 1) // KB
-    REST: tl.constexpr = (H + (2 if KEY_SETS == 1 else 3 + KEY_SETS) * G) * D
+    KV_HEADS: tl.constexpr = 2 if KEY_SETS == 1 else 4 if KEY_SETS == 0 else 3 + KEY_SETS
+    REST: tl.constexpr = (H + KV_HEADS * G) * D
     # heads before the selected (or shared) keys, and before the compressed branch's keys and values
-    SELECTED: tl.constexpr = H + (KEY_SETS - 1) * G
+    SELECTED: tl.constexpr = H if KEY_SETS == 0 else H + (KEY_SETS - 1) * G
     COMPRESSED_K: tl.constexpr = H if KEY_SETS == 3 else SELECTED
     COMPRESSED_V: tl.constexpr = H if KEY_SETS == 2 else H + G
     # programs of the same tokens are neighbours: q, keys and values (selected, window; or shared), chunks, logits
@@ -216,23 +220,24 @@ def qkv_split_kernel(
                 in_y, at = row * C + head * D, (row * H + head) * D
                 _rotate(Y, Q, in_y, at, cos, sin, half, halves & (head < H), D // 2, BACK)
         elif part < Q_PARTS + KV_PARTS:
-            if KEY_SETS < 3 and BACK:
+            if (KEY_SETS == 1 or KEY_SETS == 2) and BACK:
                 _shared_gradients(
                     Y, KS, VS, KW, VW, CHUNKS, MAP, IS_MAP, row, inside, length, in_chunks, first, SELECTED, cos, sin,
                     d, half, whole, halves, C, G, D, STRIDE, KB, MAPPED, KEY_SETS == 1,
                 )  # fmt: skip
             else:
                 _keys_and_values(Y, KS, VS, row, first, SELECTED, cos, sin, d, half, whole, halves, C, G, D, KB, BACK)
-        elif KEY_SETS > 1:
+        elif KEY_SETS != 1:
             _keys_and_values(
                 Y, KW, VW, row, first, SELECTED + 2 * G, cos, sin, d, half, whole, halves, C, G, D, KB, BACK
             )
     elif part < PARTS - 1:
-        given = inside if BACK else row < in_chunks
-        _chunks(
-            Y, CHUNKS, MAP, IS_MAP, row, given, length, in_chunks, first, COMPRESSED_K, COMPRESSED_V, d, C, G, D,
-            STRIDE, KB, MAPPED, BACK, KEY_SETS == 3 or not BACK,
-        )  # fmt: skip
+        if KEY_SETS > 0:
+            given = inside if BACK else row < in_chunks
+            _chunks(
+                Y, CHUNKS, MAP, IS_MAP, row, given, length, in_chunks, first, COMPRESSED_K, COMPRESSED_V, d, C, G, D,
+                STRIDE, KB, MAPPED, BACK, KEY_SETS == 3 or not BACK,
+            )  # fmt: skip
     else:
         c = tl.arange(0, LP)
         read = inside[:, None] & (c < 3 * H)[None, :]
@@ -257,7 +262,7 @@ def _launch(
         raise ValueError(f"cos has shape {list(cos.shape)}: {length} tokens and heads of {size} need [T, 1, D/2]")
     # shared keys have three gradients: half as many heads per program
     kv_block = min(kv_heads, max(1, _KV_BLOCK // 2) if shared and back else _KV_BLOCK)
-    kinds = 3 if not shared else 1 if back else 2
+    kinds = 1 if shared and back else 2 if shared or key_sets == UNCOMPRESSED else 3
     programs = -(-heads // _Q_BLOCK) + kinds * -(-kv_heads // kv_block) + 1
     call(
         qkv_split_kernel, (-(-tokens // _ROWS) * programs,),
@@ -279,7 +284,8 @@ def _parts_like(y: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     q = y.new_empty(batch, length, heads, size)
     # the compressed branch's are in the chunks; the others have two sets, or share one
     keys_and_values = [y.new_empty(batch, length, kv_heads, size) for _ in range(2 if key_sets == 1 else 4)]
-    chunks = y.new_empty(2, batch, length // stride, kv_heads, stride, size)
+    places = 0 if key_sets == UNCOMPRESSED else length // stride
+    chunks = y.new_empty(2, batch, places, kv_heads, stride, size)
     return [q, *keys_and_values, chunks, y.new_empty(batch, length, 3 * heads)]
 
 

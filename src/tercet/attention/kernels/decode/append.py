@@ -8,8 +8,8 @@ launch. φ takes the newest token from the projection.
 The same program stores a learned selector's key. RoPE may rotate the first channels of this key and of the selector's
 query.
 
-q: [B, H·Dk]   kv: [B, sets·G·(Dk + Dv)], in each set all keys, then all values; if the selected keys are compressed
-("tied"), without the first set's keys. Rows of any stride   cache tensors: [B, slots, G, D]
+q: [B, H·Dk]   kv: [B, sets·G·(Dk + Dv)], in each set all keys, then all values; the first set's keys, or the
+whole set, may be absent. Rows of any stride   cache tensors: [B, slots, G, D]
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def decode_append_kernel(
     PK, UPK, UBK, DNK, DBK, PV, UPV, UBV, DNV, DBV, SCRATCH, ARRIVED,
     batch, selected_slots, compressed_slots, selector_q_row, selector_k_row, phi,
     eps, Q_ROW: tl.constexpr, KV_ROW: tl.constexpr, L: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
-    SETS: tl.constexpr, TIED: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr,
+    SETS: tl.constexpr, ABSENT: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, HALFP: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, SD: tl.constexpr, SDP: tl.constexpr,
     ROTATED: tl.constexpr, NORM: tl.constexpr,
     MASKED: tl.constexpr, MLP: tl.constexpr, SELECTED: tl.constexpr, RING: tl.constexpr, COMPRESSED: tl.constexpr,
@@ -136,8 +136,8 @@ def decode_append_kernel(
 ):  # fmt: skip
     wait_for_previous_launch(OVERLAP)
     PER_SET: tl.constexpr = G * (DK + DV)
-    ABSENT: tl.constexpr = G * DK if TIED else 0  # numbers missing at the beginning of a row of KV
-    COMPRESSED_KEYS: tl.constexpr = PER_SET if TIED else 0
+    # ABSENT: numbers missing at the beginning of a row of KV
+    COMPRESSED_KEYS: tl.constexpr = PER_SET if ABSENT > 0 else 0
     HALF: tl.constexpr = DK // 2
     program = tl.program_id(0)
     if COMPRESSED:
@@ -252,7 +252,7 @@ class Norms:
 
 def append(
     q: Tensor, kv: Tensor, held: Held, counts: Tensor | None, config: NSAConfig, heads: Heads, *, shared: bool,
-    tied: bool, norms: Norms | None, phi: tuple[CompressionWeights, CompressionWeights] | None,
+    absent: int, norms: Norms | None, phi: tuple[CompressionWeights, CompressionWeights] | None,
     selector: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Write the tokens to the cache; returns the rotated queries, and those of the selector. counts: int32 [B], 0 for
@@ -289,7 +289,7 @@ def append(
          *weights[0].all(), *weights[1].all(), scratch, held.arrived),
         (batch, slots, compressed_slots, *selector_rows, programs),
         (0.0 if norms is None else norms.eps, q.stride(0), kv.stride(0), config.compress_block, config.compress_stride,
-         config.window, sets, tied, groups, per_group, power_of_2(per_group), key_size, value_size,
+         config.window, sets, absent, groups, per_group, power_of_2(per_group), key_size, value_size,
          power_of_2(key_size // 2), padded(key_size), padded(value_size), selector_size, padded(selector_size), rotated,
          norms is not None, counts is not None, mlp, held.selected is not None, held.window is not None,
          held.raw is not None, held.raw is None and held.compressed is not None, selector_k is not None,

@@ -71,19 +71,20 @@ def too_long(tokens: int, config: NSAConfig) -> str | None:
 def nsa_step(
     q: Tensor, kv: Tensor, gates: Tensor | None, held: Held, counts: Tensor | None, config: NSAConfig, heads: Heads, *,
     branches: tuple[str, ...], shared: bool, softmax_gate: bool, norms: Norms | None,
-    phi: tuple[CompressionWeights, CompressionWeights] | None, tied: bool = False,
+    phi: tuple[CompressionWeights, CompressionWeights] | None, absent: int = 0,
     selector: tuple[Tensor, Tensor] | None = None, dense_below: int = 0, per: int | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(out [B, 1, H·Dv], keys read int32 [B, G, parts], selected blocks int32 [B, G, n]).
 
     q, kv, gates (logits; None for one branch without a gate): projections of x, [B, 1, …]. counts: int32 [B], 0 for
-    rows without a new token. tied: kv has no keys of the compressed branch, which compresses those of the selected one.
-    selector: projections of a learned selector, queries and keys; its keys are not counted as read. dense_below: rows
+    rows without a new token. absent: numbers missing at the beginning of a row of kv, for a compressed branch that has
+    no keys of its own (those of the selected branch are compressed), or no compressed branch. selector: projections of
+    a learned selector, queries and keys; its keys are not counted as read. dense_below: rows
     with fewer tokens read every block."""
     batch, device = q.shape[0], q.device
     rotated, selector_q = append(
-        q.reshape(batch, -1), kv.reshape(batch, -1), held, counts, config, heads, shared=shared, tied=tied,
+        q.reshape(batch, -1), kv.reshape(batch, -1), held, counts, config, heads, shared=shared, absent=absent,
         norms=norms, phi=phi, selector=None if selector is None else (selector[0].flatten(1), selector[1].flatten(1)),
     )  # fmt: skip
     pairs = batch * heads.groups
@@ -139,7 +140,7 @@ def dense_step(
     batch = q.shape[0]
     assert held.selected is not None
     rotated, _ = append(
-        q.reshape(batch, -1), kv.reshape(batch, -1), held, counts, NSAConfig(), heads, shared=True, tied=False,
+        q.reshape(batch, -1), kv.reshape(batch, -1), held, counts, NSAConfig(), heads, shared=True, absent=0,
         norms=norms, phi=None,
     )  # fmt: skip
     pairs = batch * heads.groups
