@@ -8,10 +8,11 @@
 # KIND: learned; two-branch (learned without the compressed branch); one-branch (block-sparse with gates); block-sparse
 # (one branch without gates, learned selectors); compressed (the paper's choice of blocks); or dense. small also takes
 # the controls random and all (blocks). A suffix -plain leaves the exercises out.
-# CORPUS: shards from scripts/linux_corpus.sh.
+# CORPUS: shards from scripts/linux_corpus.sh. STOP: a step after which `train` is interrupted, such as 1700, the end of
+# the first stage; its checkpoint stays, and the learning rate is that of the whole run.
 # On an H200 `learned` trains for eight minutes; its evaluations take four.
 set -euo pipefail
-usage() { sed -n '2,12p' "$0" >&2; exit 2; }
+usage() { sed -n '2,13p' "$0" >&2; exit 2; }
 [ $# -ge 3 ] || usage
 phase=$1 kind=$2
 python=${PYTHON:-python3}
@@ -48,7 +49,17 @@ train)
     corpus=$3 runs=$4 SHARE=0.3
     STAGES=${STAGES:-8192:1700 32768:300 65536:500}
     shift 4
-    run "$runs/$kind" --train.lr 1e-3 --train.val_every 650 --checkpoint.every 1300 "$@"
+    settings=(--train.lr 1e-3 --train.val_every 650 --checkpoint.every 1300)
+    if [ -z "${STOP:-}" ]; then
+        run "$runs/$kind" "${settings[@]}" "$@"
+        exit
+    fi
+    run "$runs/$kind" "${settings[@]}" --checkpoint.keep 0 "$@" &
+    reached=$runs/$kind/checkpoints/step-$(printf %08d "$STOP")
+    while kill -0 $! 2>/dev/null && [ ! -e "$reached" ]; do sleep 0.5; done
+    pkill -TERM -P $! || true
+    wait $! || true
+    [ -e "$reached" ]
     ;;
 small)
     [ $# -ge 5 ] || usage
