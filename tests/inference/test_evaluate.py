@@ -69,8 +69,9 @@ class Knowing(torch.nn.Module):
 
 def test_recall_is_right_exactly_as_far_as_the_model_sees():
     model = language_model(**RECALL)
-    for result in recall_by_distance(Knowing(model, 10_000), length=128, documents=12):
-        assert result.right == result.asked > 0
+    results = recall_by_distance(Knowing(model, 10_000), length=128, documents=12, batch=8)
+    assert all(r.right == r.asked > 0 for r in results)
+    assert sum(r.asked for r in results) == 12 * model.run.data.synthetic.queries
     short = {r.first: r for r in recall_by_distance(Knowing(model, 63), length=128, documents=12)}
     assert [r.accuracy for first, r in short.items() if first < 64] == [1.0] * sum(first < 64 for first in short)
     assert short[64].accuracy == 0

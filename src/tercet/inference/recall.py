@@ -9,7 +9,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -95,14 +94,15 @@ def recall_by_distance(
     with build_loader(
         data, seed=model.run.run.seed, batch_sequences=batch, split="validation", tokenizer=model.tokenizer
     ) as loader:
-        for loaded in islice(loader, -(-documents // batch)):
-            spans, distances = _questions(loaded.tokens, task)
-            for distance, answer in zip(distances, score_answers(model, loaded.tokens, spans), strict=True):
+        for first, loaded in zip(range(0, documents, batch), loader, strict=False):
+            tokens = loaded.tokens[: documents - first]
+            spans, distances = _questions(tokens, task)
+            for distance, answer in zip(distances, score_answers(model, tokens, spans), strict=True):
                 counted = counts[distance.bit_length() - 1]
                 counted[0] += answer.right
                 counted[1] += 1
                 nats[distance.bit_length() - 1] += answer.nats
-            progress(loaded.tokens.numel())
+            progress(tokens.numel())
     found = sorted(counts.items())
     return [RecallBucket(1 << i, (2 << i) - 1, right, asked, nats[i]) for i, (right, asked) in found]
 

@@ -61,11 +61,12 @@ def record(
 ) -> Recording:
     """Read one validation sequence, and keep the selection of this many layers (none: at most 4), evenly spaced;
     kv_heads: of each. progress: called with the tokens of each layer's forward pass."""
-    found = record_selections(model, _sequence(model, length).tokens[0].tolist(), progress)
-    layers = layers or min(4, len(found))
-    for name, given, most in (("layers", layers, len(found)), ("kv-heads", kv_heads or 1, model.config.kv_heads)):
+    selecting = model.config.attention_kinds.count("nsa")
+    layers = layers or min(4, selecting)
+    for name, given, most in (("layers", layers, selecting), ("kv-heads", kv_heads or 1, model.config.kv_heads)):
         if given > most:
             raise UsageError(f"--{name} {given} is more than the {most} that select blocks: give at most that")
+    found = record_selections(model, _sequence(model, length).tokens[0].tolist(), progress)
     kept = [found[round(i * (len(found) - 1) / max(1, layers - 1))] for i in range(layers)]
     about = (
         f"{model.run.run.name}, step {model.step}, selector {model.config.selector}, trained at {model.context} tokens"
