@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(INTERPRETING, reason="compiles")
 SPLITS = [  # capability; H, G, D, d and the number of key sets; data type; packed
     (90, [12, 2, 64, 16, 3], torch.bfloat16, True),
     (90, [12, 2, 64, 16, 1], torch.bfloat16, False),
+    (90, [12, 2, 64, 16, qkv_split.UNCOMPRESSED], torch.bfloat16, True),
 ]
 MORE = [
     (90, [64, 4, 128, 16, 3], torch.bfloat16, False),

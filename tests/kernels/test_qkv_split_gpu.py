@@ -27,7 +27,7 @@ def made(layer: NativeSparseAttention, x: torch.Tensor, packing: Packing | None,
     rope = rope_cache(layer.rotary, x, packing, layer.config)
     project = NativeSparseAttention.fused_inputs if one else NativeSparseAttention.separate_inputs
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=x.dtype == torch.bfloat16):
-        parts = project(layer, leaf, packing, rope)
+        parts = [part for part in project(layer, leaf, packing, rope) if part is not None]
     noise = torch.Generator(device="cuda").manual_seed(1)
     grads = [torch.randn(p.shape, device="cuda", generator=noise).to(p.dtype) for p in parts]
     used = [p for n, p in layer.named_parameters() if not n.startswith("o_proj")]
@@ -36,8 +36,9 @@ def made(layer: NativeSparseAttention, x: torch.Tensor, packing: Packing | None,
 
 # m7c's: blocks that do not overlap, chosen by the mean of the keys that will be read
 TIED: dict[str, Any] = {"compress_selected_keys": True, "compression": "mean", "config": tercet.NSAConfig(16)}
-SHARED: list[dict[str, Any]] = [{}, {"shared_kv": True}, {"compress_selected_keys": True}, TIED]
-NAMES = ["apart", "shared", "tied", "m7c"]
+TWO_BRANCHES = {"branches": ("selected", "window"), "selector": "random"}
+SHARED: list[dict[str, Any]] = [{}, {"shared_kv": True}, {"compress_selected_keys": True}, TIED, TWO_BRANCHES]
+NAMES = ["apart", "shared", "tied", "m7c", "two branches"]
 
 
 @pytest.mark.parametrize(("heads", "groups", "size"), [(12, 2, 64), (6, 1, 96), (16, 4, 128), (32, 32, 32)])
