@@ -5,14 +5,15 @@
 #     bash scripts/retrieval.sh evals KIND RUNS
 #     bash scripts/retrieval.sh small KIND CORPUS RUNS SEED [flags]      # a model of 5M parameters, trained and evaluated
 #
-# KIND: learned; two-branch (learned without the compressed branch); one-branch (block-sparse with gates); block-sparse
-# (one branch without gates, learned selectors); compressed (the paper's choice of blocks); or dense. small also takes
+# KIND: learned; two-branch (learned without the compressed branch), two-branch-shared (and one set of keys and values);
+# one-branch (block-sparse with gates); block-sparse (one branch without gates, learned selectors); compressed (the
+# paper's choice of blocks); dense, or dense-matched (a wider FFN: as many parameters as two-branch). small also takes
 # the controls random and all (blocks). A suffix -plain leaves the exercises out.
 # CORPUS: shards from scripts/linux_corpus.sh. STOP: a step after which `train` is interrupted, such as 1700, the end of
 # the first stage; its checkpoint stays, and the learning rate is that of the whole run.
 # On an H200 `learned` trains for eight minutes; its evaluations take four.
 set -euo pipefail
-usage() { sed -n '2,13p' "$0" >&2; exit 2; }
+usage() { sed -n '2,14p' "$0" >&2; exit 2; }
 [ $# -ge 3 ] || usage
 phase=$1 kind=$2
 python=${PYTHON:-python3}
@@ -21,12 +22,14 @@ flags_of() { # kind -> preset and flags
     case ${1%-plain} in
     learned) echo m7c --model.selector learned ;;
     two-branch) echo m7c --model.selector learned --model.branches selected,window ;;
+    two-branch-shared) echo m7c --model.selector learned --model.branches selected,window --model.shared_kv true --model.compress_selected_keys false ;;
     compressed) echo m7c ;;
     one-branch) echo m7c --model.selector learned --model.branches selected --model.shared_kv true --model.compress_selected_keys false ;;
     block-sparse) echo m7c-block-sparse ;;
     random) echo m7c --model.selector random ;;
     all) echo m7c --model.nsa.select_count 128 ;;
     dense) echo m7c-dense ;;
+    dense-matched) echo m7c-dense --model.ffn_dim 2184 ;;
     *) usage ;;
     esac
     [ "$1" != "${1%-plain}" ] || echo "--data.retrieval $SHARE"
