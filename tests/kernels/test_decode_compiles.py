@@ -71,7 +71,7 @@ def steps(
         q, kv, gates, *scored = torch.empty(batch, 1, sum(rows), dtype=dtype).split(rows, -1)
         decode.nsa_step(
             q, kv, gates, held, counts, config, sizes,
-            **options | {"tied": True, "selector": scored, "phi": (decode.CompressionWeights(),) * 2},
+            **options | {"absent": groups * dk, "selector": scored, "phi": (decode.CompressionWeights(),) * 2},
         )  # fmt: skip
         return
     decode.nsa_step(q, kv.repeat(1, 1, 3), gates, held, counts, config, sizes, **options)
