@@ -37,6 +37,7 @@ LAYERS = {
     "two branches": lambda: NativeSparseAttention(
         24, 4, 2, 8, config=SMALL, branches=("selected", "window"), selector="learned", selector_dim=8
     ),
+    "one branch": lambda: NativeSparseAttention(24, 4, 2, 8, config=SMALL, branches=("window",), selector="learned"),
 }
 ON_KERNELS = partial(NativeSparseAttention, 24, 4, 2, 16, 16, SMALL, backend="triton")
 BOUNDS = {

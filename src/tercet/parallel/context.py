@@ -186,7 +186,7 @@ def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard, t
     compressed = _fetch_compressed(layer, raw_k, values["compressed"], shard) if layer.compresses else (None, None)
     nsa = _ShardedNSA(layer, shard, q, layer.gate(x), compressed, pending)
     selector_k = None
-    if layer.selector is not None:
+    if layer.selector is not None and "selected" in layer.branches:
         nsa.indices, selector_k = _choose_blocks(layer, layer.selector, x, shard)
 
     if not shard.by_blocks:
@@ -202,7 +202,7 @@ def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard, t
     layer.routes = {branch: nsa.routes[branch] for branch in layer.branches}
     _update_stats(layer, nsa.gates, nsa.indices, shard)
     out = torch.cat(nsa.outs, dim=1)
-    if selector_k is not None and taught is not None and "selected" in layer.branches:
+    if selector_k is not None and taught is not None:
         selected_k, _ = pending["selected"]()
         out = _teach(layer, out, x, selector_k, q, selected_k, nsa.indices, taught, shard)
     return layer.o_proj(out.flatten(2))
@@ -237,7 +237,7 @@ class _ShardedNSA:
         """Run those of these branches that the layer has. The first call also selects blocks if none are given: by the
         compressed branch, even in a layer that does not use its output."""
         wanted = tuple(b for b in self.layer.branches if b in branches)
-        if not wanted and self.indices:
+        if not wanted and (self.indices or "selected" not in self.layer.branches):
             return
         results = [self._run_chunk(i, wanted or ("compressed",)) for i in range(len(self.shard.chunks))]
         self.indices = self.indices or [block_indices for _, block_indices, _ in results]
