@@ -327,6 +327,17 @@ def test_blocks_that_shared_memory_does_not_hold_are_refused(dtype, size, block,
         )
 
 
+def test_a_selector_that_small_gpus_have_no_shared_memory_for_is_refused(monkeypatch):
+    """Blocks of 128 keys of 256 numbers: compiled for sm_86, the launch takes 144 KiB in fp32."""
+    monkeypatch.setattr("tercet.attention.kernels.table.shared_memory", lambda device: 99 << 10)
+    config, heads = tercet.NSAConfig(select_block=128), decode.Heads(8, 2, 64, 64, 256)
+    reasons = [
+        decode.unsupported(torch.device("cpu"), dtype, heads, config) for dtype in (torch.float32, torch.float16)
+    ]
+    assert reasons[1] is None
+    assert "selector_dim=256 in float32" in reasons[0]
+
+
 def test_a_wide_window_leaves_no_more_parts_than_the_merge_holds():
     """2,000 tiles of 16: one to a program would be as many parts."""
     config = replace(CFG, window=32_000)

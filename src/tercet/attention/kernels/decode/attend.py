@@ -274,6 +274,21 @@ def selector_tile(groups: int, size: int, block: int) -> int:
     return max(block, 8192 // padded(selector_heads(groups, size) * size))
 
 
+def selector_stages(dtype: torch.dtype, groups: int, size: int, block: int) -> int:
+    """Pipeline stages of `_score_blocks`: one if a tile is large already."""
+    tile = selector_tile(groups, size, block) * padded(selector_heads(groups, size) * size)
+    return 3 if tile * dtype.itemsize <= 32768 else 1
+
+
+def selector_bytes(dtype: torch.dtype, groups: int, size: int, block: int) -> int:
+    """Upper bound on the shared memory of `_score_blocks`: tiles of keys, the queries, and the logits, which pass
+    through it to change layout."""
+    heads, tokens = selector_heads(groups, size), selector_tile(groups, size, block)
+    tiles = max(1, selector_stages(dtype, groups, size, block) - 1)
+    rows = tiles * tokens + padded(heads)
+    return rows * padded(heads * size) * dtype.itemsize + padded(heads) * tokens * 4
+
+
 def attend_prefix(
     q: Tensor, held: tuple[Tensor, Tensor] | None, lengths: Tensor, counts: Tensor | None, parts: Parts, splits: int,
     config: NSAConfig | None, scores: Scores | None, *, out: bool = True,
@@ -299,7 +314,7 @@ def attend_prefix(
         choice = config.select_block, config.select_count, config.select_initial, config.select_local
         at_once = selector_heads(groups, own_size)
         tokens, channels = selector_tile(groups, own_size, config.select_block), padded(at_once * own_size)
-        stages = 3 if tokens * channels * selector_k.element_size() <= 32768 else 1
+        stages = selector_stages(selector_k.dtype, groups, own_size, config.select_block)
         own = own_size, at_once, padded(at_once), channels, tokens, stages
         programs = scoring * -(-groups // at_once)
     call(

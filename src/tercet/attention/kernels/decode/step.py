@@ -17,6 +17,7 @@ from tercet.attention.kernels.decode.attend import (
     empty_parts,
     read_bytes,
     read_stages,
+    selector_bytes,
     selector_heads,
     selector_tile,
     tile_keys,
@@ -57,6 +58,14 @@ def unsupported(device: torch.device, dtype: torch.dtype, heads: Heads, config: 
             f"{str(dtype).removeprefix('torch.')} takes {read_bytes(dtype, *sizes, config)} bytes of shared memory, "
             f"and there are {table.shared_memory(device)}"
         )
+    if heads.selector_size:
+        needed = selector_bytes(dtype, heads.groups, heads.selector_size, config.select_block)
+        if needed > table.shared_memory(device):
+            return (
+                f"a block of select_block={config.select_block} with selector_dim={heads.selector_size} in "
+                f"{str(dtype).removeprefix('torch.')} takes {needed} bytes of shared memory, and there are "
+                f"{table.shared_memory(device)}"
+            )
     return None
 
 
@@ -78,10 +87,10 @@ def nsa_step(
     """(out [B, 1, H·Dv], keys read int32 [B, G, parts], selected blocks int32 [B, G, n]).
 
     q, kv, gates (logits; None for one branch without a gate): projections of x, [B, 1, …]. counts: int32 [B], 0 for
-    rows without a new token. absent: numbers missing at the beginning of a row of kv, for a compressed branch that has
-    no keys of its own (those of the selected branch are compressed), or no compressed branch. selector: projections of
-    a learned selector, queries and keys; its keys are not counted as read. dense_below: rows
-    with fewer tokens read every block."""
+    rows without a new token. absent: numbers missing at the beginning of a row of kv: the compressed branch's keys, if
+    those of the selected branch are compressed, or its keys and values, if nothing reads compressed tokens. selector:
+    projections of a learned selector, queries and keys; its keys are not counted as read. dense_below: rows with fewer
+    tokens read every block."""
     batch, device = q.shape[0], q.device
     rotated, selector_q = append(
         q.reshape(batch, -1), kv.reshape(batch, -1), held, counts, config, heads, shared=shared, absent=absent,
