@@ -127,8 +127,9 @@ class Cache:
         return self._arrival_counters
 
     def fused_weights(self, layers: tuple[nn.Linear, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of linear layers that read the same input, as one layer's, in whole vectors of 16 rows.
-        Copied at the first step: like the cached tokens, they are those of one set of weights."""
+        """Weight and bias of linear layers that read the same input, as one layer's. Zeros make the rows a multiple of
+        16, so that every row of the product is aligned. Copied at the first step: like the cached tokens, they are
+        those of one set of weights."""
         if self._fused_weights is None or self._fused_weights[0].dtype != dtype:
             weights = [layer.weight.to(dtype) for layer in layers]
             rows = sum(w.shape[0] for w in weights)

@@ -384,10 +384,10 @@ class NativeSparseAttention(SelectingLayer):
         return k if self.k_norms is None else self.k_norms[0](k), v
 
     def _absent(self) -> int:
-        """Numbers per token that kv_proj does not compute, of three sets of keys and values."""
+        """Numbers per token by which kv_proj's output is shorter than three sets of keys and values."""
         if self.shared_kv:
             return 0
-        return self.kv_heads * sum((3 * self.head_dim, 3 * self.value_dim)) - sum(self.kv_rows)
+        return len(BRANCHES) * self.kv_heads * (self.head_dim + self.value_dim) - sum(self.kv_rows)
 
     def decode_token(self, x: Tensor, cache: NSACache, counts: Tensor | None) -> tuple[Tensor, Tensor]:
         from tercet.attention.kernels import decode as kernels
