@@ -167,6 +167,14 @@ def test_a_step_has_two_products_and_copies_no_keys(selector, monkeypatch):
     assert called == ["linear"] * 2
 
 
+def test_the_copied_weights_of_a_dtype_stay_where_a_cuda_graph_may_read_them():
+    layer = make()
+    cache, layers = layer.make_cache(1), (layer.q_proj, layer.kv_proj)
+    first, _ = cache.fused_weights(layers, torch.float32)
+    cache.fused_weights(layers, torch.float16)  # under autocast
+    assert cache.fused_weights(layers, torch.float32)[0] is first
+
+
 def test_tokens_after_a_prompt_choose_and_read_as_the_whole_sequence_does():
     options = {"selector": "learned", "selector_dim": 16, "selector_rotary": 8}
     layer = make(compression="mean", heads=4, kv_heads=2, **options)
