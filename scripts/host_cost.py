@@ -140,7 +140,7 @@ def main() -> None:
     blocks = empty(B, T, G, config.select_count, dtype=torch.int32)
     inputs = (q, kc, vc, ks, vs, kw, vw, gates, q, lse, blocks, cu, ccu, *numbers)
     _, o_s, lse_s, o_w, lse_w, *saved = ops.nsa_attend._init_fn(*inputs)
-    sums, planes, *_ = ops.nsa_row_sums(q, gates, q, o_s, o_w)
+    sums, planes, *_ = ops.nsa_delta(q, gates, q, o_s, o_w)
     kept = (q, kc, vc, ks, vs, kw, vw, gates, None, lse, None, lse_s, None, lse_w, blocks, cu, ccu)
     wide = empty(a.tokens, 2 * FFN, dtype=torch.bfloat16)
     print(f"{B} rows of {T} tokens, documents of {a.document}; torch {torch.__version__}")
@@ -150,7 +150,7 @@ def main() -> None:
         ("nsa_select", lambda: ops.nsa_select(q, kc, lse, cu, ccu, *numbers)),
         ("nsa_attend", lambda: ops.nsa_attend._init_fn(*inputs)),
         ("swiglu_gradient", lambda: swiglu.swiglu_gradient._init_fn(wide, wide[:, :FFN])),
-        ("nsa_row_sums", lambda: ops.nsa_row_sums(q, gates, q, o_s, o_w)),
+        ("nsa_delta", lambda: ops.nsa_delta(q, gates, q, o_s, o_w)),
         ("nsa_backward", lambda: ops.nsa_backward(q, *kept, saved, *numbers, sums, planes)),
         ("heads_together", lambda: qkv_split.heads_together(parts, cos, cos, *maps[2:], split)),
     ):

@@ -157,7 +157,7 @@ def test_operators_match_their_schemas_and_fake_implementations() -> None:
         ("nsa_compressed", (q, kc, vc, bounds, ccu, *numbers)),
         ("nsa_select", (q, kc, lse_c, bounds, ccu, *numbers)),
         ("nsa_select_by_tokens", (ks, kw, bounds, *numbers)),
-        ("nsa_row_sums", (out, gates, o_c, o_s, o_w)),
+        ("nsa_delta", (out, gates, o_c, o_s, o_w)),
         ("nsa_backward", (out, *kept, saved, *numbers)),
     ):
         operator = getattr(torch.ops.tercet, name).default
@@ -177,8 +177,8 @@ def test_an_operator_without_a_gradient_refuses_what_needs_one() -> None:
     with torch.no_grad():
         out, _ = torch.ops.tercet.nsa_compressed(*given)
     assert not out.requires_grad
-    with pytest.raises(RuntimeError, match=r"nsa_row_sums has no gradient, and its argument 1 requires one"):
-        torch.ops.tercet.nsa_row_sums(out, gates, out, out, out)
+    with pytest.raises(RuntimeError, match=r"nsa_delta has no gradient, and its argument 1 requires one"):
+        torch.ops.tercet.nsa_delta(out, gates, out, out, out)
     y, turn = torch.zeros(1, 20, 64, requires_grad=True), [torch.zeros(20, 1, 8)] * 2
     with pytest.raises(RuntimeError, match=r"heads_apart has no gradient, and its argument 0 requires one"):
         torch.ops.tercet.heads_apart(y, *turn, None, None, [1, 1, 16, 4, 1])

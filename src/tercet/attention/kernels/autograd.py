@@ -117,7 +117,7 @@ class _AttendAndProject(torch.autograd.Function):
         rows = dy.flatten(0, 1)
         dout = rows @ weight.to(dy.dtype)
         dout = dout.view(*x.q.shape[:3], -1)
-        delta, planes, dgates, mixed = torch.ops.tercet.nsa_row_sums(
+        delta, planes, dgates, mixed = torch.ops.tercet.nsa_delta(
             dout, x.gates, x.o_c, None if x.ks is None else o_s, None if x.kw is None else o_w
         )
         d_weight = (rows.t() @ mixed.flatten(2).flatten(0, 1)).to(weight.dtype)

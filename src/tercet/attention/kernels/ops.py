@@ -1,6 +1,6 @@
 """The kernels as PyTorch custom ops: forward and backward are one op each, with fake implementations for tracing.
 
-    nsa_compressed -> nsa_select -> keep_selection -> nsa_attend        (backward: nsa_row_sums, nsa_backward)
+    nsa_compressed -> nsa_select -> keep_selection -> nsa_attend        (backward: nsa_delta, nsa_backward)
 
 Block-sparse attention needs no output of compressed attention and starts with nsa_compressed_lse instead.
 
@@ -331,7 +331,7 @@ def _deltas_like(dout, gates, o_c, o_s, o_w):
 
 
 @operator(_deltas_like)
-def nsa_row_sums(
+def nsa_delta(
     dout: Tensor, gates: Tensor, o_c: Tensor | None, o_s: Tensor | None, o_w: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """combine.Deltas with the gated sum: all that the backward needs of the branches' outputs, so that they can be
@@ -344,7 +344,7 @@ def gradients(
     dout: Tensor, x: Kept, saved: Sequence[Tensor | None], numbers: Numbers, delta: Tensor | None = None,
     planes: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
-    """A branch runs if its keys are given. With `delta` and `planes` (gates), as nsa_row_sums computes them, the
+    """A branch runs if its keys are given. With `delta` and `planes` (gates), as nsa_delta computes them, the
     branches' outputs are not needed, and the gradient of the gates is None."""
     config, span, _ = numbers
     dout, q, kc, vc, ks, vs, kw, vw, gates = map(flat, (dout, *x[:GRADIENTS]))
@@ -387,7 +387,7 @@ def _gradients_like(dout, *arguments):
     f" -> {_results(GRADIENTS)}",
 )
 def nsa_backward(dout, *arguments):
-    """The Gradients. `sums`, `planes`: the deltas and gates of nsa_row_sums."""
+    """The Gradients. `sums`, `planes`: the deltas and gates of nsa_delta."""
     x, saved, rest = Kept(*arguments[:KEPT]), arguments[KEPT], arguments[KEPT + 1 :]
     numbers, sums = rest[: len(Numbers._fields)], rest[len(Numbers._fields) :]
     return _filled(x.q, gradients(dout, x, saved, _numbers(*numbers), *sums))
