@@ -501,7 +501,8 @@ def production_gates() -> str:
     overlap = [float(row["selected_overlap"]) for row in read_csv(QUALITY / "nsa-layers.csv")[-12:]]
     speed, dense = (first_number(seen["throughput"][key]) for key in ("tokens/s", "dense twin"))
     blocked = re.findall(r"[\d.]+", seen["checkpoint and resume"]["standing still"])
-    parity = re.findall(r"forward (\S+), backward (\S+), (\S+) of slots", seen["numerics"]["kernel parity"])[0]
+    parity_of = r"forward (\S+), backward (\S+), (\S+) of (?:slots|selected blocks)"
+    parity = re.findall(parity_of, seen["numerics"]["kernel parity"])[0]
     validation = re.findall(r"over ([\d,]+) tokens", seen["data"]["validation"])[0]
     evidence = {
         "record": f"{seen['record']['events'].split()[0]} events, no step missing or repeated, over two processes",

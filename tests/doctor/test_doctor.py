@@ -174,7 +174,7 @@ def test_the_short_check_covers_what_training_runs(monkeypatch):
     monkeypatch.setattr(kernels, "compare", compare)
     for across in (False, True):
         check = dict(checks(small(data__cross_document_attention=across, run__device="auto"), short=True))
-        assert "of slots equal" in check["kernel parity"]().finding
+        assert "of selected blocks equal" in check["kernel parity"]().finding
     assert compared == [(torch.bfloat16, True), (torch.bfloat16, False)]
     kernels.parity(small().model)
     assert set(compared[2:]) == {(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)}

@@ -9,9 +9,9 @@ from tercet.attention.config import NSAConfig
 from tercet.doctor.machine import FAILED, NOT_TESTED, OK, WARNING, Finding
 from tercet.model.config import ModelConfig
 
-# The tolerances of every backend: ‖Δ‖ / ‖reference‖ with the same blocks, and the fraction of equal selection slots.
+# The tolerances of every backend: ‖Δ‖ / ‖reference‖ with the same blocks, and the fraction of equal selected blocks.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
-MIN_EQUAL_SLOTS = 0.9995
+MIN_EQUAL_BLOCKS = 0.9995
 OFFLINE_TARGET = 90  # compute capability to compile for without a GPU
 
 
@@ -85,14 +85,15 @@ def parity(
         name = str(dtype).removeprefix("torch.")
         try:
             T = check_length(model.nsa, name, packed=documents, seq_len=seq_len if short else None)
-            forward, backward, slots = compare(model, dtype, device="cuda", packed=documents, length=T)
+            forward, backward, same_blocks = compare(model, dtype, device="cuda", packed=documents, length=T)
         except Unsupported as reason:
             fix = "change the sizes, or set model.backend=reference"
             return Finding("kernel parity", WARNING, f"the kernels do not support this model: {reason}", fix)
         # Not max(), which drops a NaN that does not come first.
-        good = all(error <= TOLERANCE[name] for error in (forward, backward)) and slots >= MIN_EQUAL_SLOTS
+        good = all(error <= TOLERANCE[name] for error in (forward, backward)) and same_blocks >= MIN_EQUAL_BLOCKS
         what = f"{name}, {T:,} tokens of {'packed documents' if documents else 'one document'}"
-        results.append(f"{what}: forward {forward:.1e}, backward {backward:.1e}, {100 * slots:.3f}% of slots equal")
+        errors = f"forward {forward:.1e}, backward {backward:.1e}"
+        results.append(f"{what}: {errors}, {100 * same_blocks:.3f}% of selected blocks equal")
         worst = worst if good else FAILED
     fix = "" if worst == OK else "do not train with these kernels: use model.backend=reference, and report a bug"
     return Finding("kernel parity", worst, "; ".join(results), fix)
@@ -121,7 +122,7 @@ def compare(
     backend: str = "triton",
     packed: bool = True,
 ) -> tuple[float, float, float]:
-    """(relative error of the output, largest relative error of a gradient, fraction of equal selection slots).
+    """(relative error of the output, largest relative error of a gradient, fraction of equal selected blocks).
 
     A NaN counts as an infinite error.
     """

@@ -85,5 +85,5 @@ def data(config: RunConfig) -> Finding:
         return Finding("data", FAILED, f"{config.data.source} has no training documents", "see tercet data inspect")
     seen = f"{config.data.source}: first batch of {batch.tokens.numel():,} tokens in {elapsed:.2f} s"
     if elapsed > SLOW_DATA_SECONDS:
-        return Finding("data", WARNING, seen, "tercet data prepare writes shards that open at once")
+        return Finding("data", WARNING, seen, "tercet data prepare writes shards, which open immediately")
     return Finding("data", OK, seen)
