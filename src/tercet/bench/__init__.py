@@ -1,0 +1,1 @@
+"""Benchmarks: `tercet bench` and `tercet sweep`."""

@@ -1,0 +1,1 @@
+"""Training on several ranks. Interface: strategy.py. DDP and FSDP: distributed.py. Context parallelism: context.py."""
