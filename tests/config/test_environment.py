@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tercet.config.environment import ANSWERS, environment_warnings
+from tercet.config.environment import REPLACEMENTS, environment_warnings
 from tercet.config.keys import all_keys
 
 FORMER = [
@@ -20,14 +20,14 @@ FORMER = [
 @pytest.mark.parametrize("name", FORMER)
 def test_each_former_switch_has_a_named_answer(name):
     (line,) = environment_warnings({name: "1", "PATH": "/bin"})
-    key, why = ANSWERS[name]
+    key, why = REPLACEMENTS[name]
     assert line.startswith(f"{name}=1 is set but not read: ")
     assert why in line
     assert key is None or key in line
 
 
 def test_answers_name_keys_that_exist():
-    assert {key for key, _ in ANSWERS.values() if key} <= set(all_keys())
+    assert {key for key, _ in REPLACEMENTS.values() if key} <= set(all_keys())
 
 
 def test_unknown_switches_are_reported_and_other_variables_ignored():
@@ -39,5 +39,5 @@ def test_unknown_switches_are_reported_and_other_variables_ignored():
 def test_the_page_for_those_who_come_from_the_scripts_tells_the_same():
     page = (Path(__file__).parents[2] / "docs" / "from-m7c.md").read_text(encoding="utf-8")
     rows = {cells[1].strip(" `"): cells for line in page.splitlines() if (cells := line.split("|"))[1:]}
-    for name, (key, _) in ANSWERS.items():
+    for name, (key, _) in REPLACEMENTS.items():
         assert rows[name][2].strip() == (f"`{key}`" if key else "–")

@@ -13,7 +13,7 @@ from tercet.errors import UsageError
 PREFIX = "NSA_"
 
 # variable -> (the configuration key that replaced it, or None; an explanation)
-ANSWERS: dict[str, tuple[str | None, str]] = {
+REPLACEMENTS: dict[str, tuple[str | None, str]] = {
     "NSA_PREFILL_BATCHED": (None, "prefill is always batched"),
     "NSA_DISABLE_AUX_STATS": (
         None,
@@ -49,13 +49,13 @@ def launch_number(name: str, value: str, *, least: int = 0, most: int = 2**31 - 
 
 def environment_warnings(environment: Mapping[str, str]) -> list[str]:
     """One warning for each `NSA_*` variable that is set."""
-    return [answer(name, environment[name]) for name in sorted(environment) if name.startswith(PREFIX)]
+    return [describe_variable(name, environment[name]) for name in sorted(environment) if name.startswith(PREFIX)]
 
 
-def answer(name: str, value: str) -> str:
-    """The warning for one variable."""
-    if name not in ANSWERS:
+def describe_variable(name: str, value: str) -> str:
+    """The warning for one variable: its replacement, or why it needs none."""
+    if name not in REPLACEMENTS:
         return f"{name}={value} is set but not read: Tercet takes no settings from the environment"
-    key, why = ANSWERS[name]
+    key, why = REPLACEMENTS[name]
     instead = f"use {key} instead ({why})" if key else f"it has no replacement: {why}"
     return f"{name}={value} is set but not read: {instead}"

@@ -216,7 +216,7 @@ _RULES = (
 )
 
 
-def in_our_words(message: str) -> str:
+def reword_rule(message: str) -> str:
     """Reword a pydantic message: `Input should be greater than or equal to 1` -> `must be at least 1`."""
     _, should, rule = message.partition("Input should be ")
     if not should:
@@ -239,7 +239,7 @@ def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[
             problems.setdefault(path, f"{path}: {message}" if path else message)
             continue
         inside = path.removeprefix(f"{key}.")  # a field of a table in a list; for a union, a type
-        rule = in_our_words(message)
+        rule = reword_rule(message)
         if inside[:1].isdigit():
             index, _, field = inside.partition(".")
             rule = f"{field} of entry {int(index) + 1}: {rule}" if field else f"entry {int(index) + 1}: {rule}"

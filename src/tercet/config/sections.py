@@ -47,13 +47,13 @@ class SelectorConfig(Section):
     """How a learned selector is trained (model.selector = learned). Its loss changes no other parameter."""
 
     only: bool = False
-    """Train nothing but the selectors: all other parameters keep their values, and steps need less memory and time. A
-    warm-up for the selectors of a converted model."""
+    """Train only the selectors and freeze all other parameters, which needs less memory and time. Use it first after
+    converting a dense model, whose new selectors start at random."""
     teacher: Literal["all", "selected"] = "all"
-    """Blocks whose attention the selector learns from. all: every block up to the query. selected: only those that were
-    read."""
+    """Which attention the selector learns to predict: over all blocks up to the query, or only over the selected
+    blocks, those that the query read."""
     all_until: int = Field(default=0, ge=0)
-    """With teacher=selected: the selector learns from all blocks before this step."""
+    """With teacher=selected: use teacher=all before this step."""
     every: int = Field(default=128, ge=1)
     """Compute the selector's loss on one query in this many."""
     weight: float = Field(default=1.0, ge=0)
@@ -408,8 +408,10 @@ class ProfileConfig(Section):
 
 
 class HealthConfig(Section):
-    """Health rules. Each is off, warns once when a problem begins, or halts the run. `tercet report` uses the default
-    thresholds."""
+    """Rules that watch a run: each is off, warns once when a problem begins, or halts the run.
+
+    `tercet report` ignores these settings and uses the default thresholds.
+    """
 
     gate_collapse: Action = "warn"
     """A layer's gates put almost all weight on one branch."""

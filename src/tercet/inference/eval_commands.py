@@ -211,7 +211,7 @@ def ruler(
         tasks: Tasks to ask; default: all.
         questions: Questions per length and task.
         depths: Positions of the fact in the single-needle tasks, evenly spaced; each gets its share of the questions.
-        wording: Templates: held-out, never seen in training, or those of data.retrieval. Keys are held out.
+        wording: Templates: held-out (never used in training), or those of data.retrieval. Keys are new in both.
         seed: Random seed of the questions.
         out: Write all results to this .json or .csv file.
     """

@@ -93,17 +93,17 @@ class RopeConfig:
         for name in unused:
             if getattr(self, name) != plain[name]:
                 raise ValueError(f"rope.{name}={getattr(self, name)} has no effect with rope.type={self.type}: drop it")
-        if self.original_length < 1 or not 0 < self.slow < self.turns_kept:
+        if self.original_length < 1 or not 0 < self.slow < self.fast_or_default:
             raise ValueError(
                 f"rope.original_length={self.original_length} must be at least 1, and rope.slow={self.slow:g} above 0 "
-                f"and below rope.fast={self.turns_kept:g}"
+                f"and below rope.fast={self.fast_or_default:g}"
             )
         if self.attention_factor is not None and self.attention_factor <= 0:
             raise ValueError(f"rope.attention_factor={self.attention_factor} must be above 0")
 
     @property
-    def turns_kept(self) -> float:
-        """`fast`, or its default."""
+    def fast_or_default(self) -> float:
+        """rope.fast, or its default for rope.type."""
         return self.fast if self.fast is not None else {"linear": 32.0, "llama3": 4.0, "yarn": 32.0}[self.type]
 
 
@@ -138,10 +138,10 @@ class ModelConfig(BaseModel):
     nsa: NSAConfig = NSAConfig()
     """Block sizes of Native Sparse Attention."""
     compression: Literal["mlp", "mean"] = "mlp"
-    """How a block of keys and values is compressed: learned, or by its mean."""
+    """How a block of keys and values becomes one. mlp: learned, starts as the mean. mean: their mean."""
     gate: Literal["sigmoid", "softmax", "none"] = "sigmoid"
-    """How branches are weighted: independently (the paper), by a softmax over the three, or none for block-sparse
-    attention, which has a dense model's parameters and reads selected blocks only."""
+    """How the outputs of the branches are weighted. sigmoid: independently, as in the paper. softmax: over the three.
+    none: block-sparse attention, which only reads selected blocks and has a dense model's parameters."""
     shared_kv: bool = False
     """One key/value projection for all branches instead of one per branch."""
     compress_selected_keys: bool = False
@@ -160,7 +160,8 @@ class ModelConfig(BaseModel):
     dense_below: int = Field(default=0, ge=0)
     """With gate = none: queries at positions below this read everything, as in dense attention."""
     backend: Literal["auto", "reference", "triton"] = "auto"
-    """Implementation of NSA; an error if it cannot run here. The feed-forward uses its kernel unless reference."""
+    """Implementation of NSA. auto: the fastest that runs here. triton: the GPU kernels, or an error. reference:
+    PyTorch, also for the feed-forward layer."""
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary position embedding."""
     rope_scaling: float = Field(default=1.0, gt=0)
@@ -170,7 +171,8 @@ class ModelConfig(BaseModel):
     """Which channels rope_scaling applies to."""
     rope_max_wavelength: float = Field(default=0.0, ge=0)
     """Channels with a longer wavelength than this, in positions, are not rotated: they compare content alone, at any
-    distance. To read longer texts later, set it to the length of most of the training. 0: all are rotated."""
+    distance. For a model that will read longer texts later, set it to the sequence length of most of its training. 0:
+    all are rotated."""
     qk_norm: bool = False
     """RMSNorm on queries and keys before RoPE."""
     attention_bias: bool = False

@@ -84,15 +84,15 @@ class Rotary:
         rope, length = self.rope, self.rope.original_length
         if rope.type == "linear":
             return None
-        if rope.type == "llama3":  # by turns in the original length
-            turns = length * frequencies / (2 * math.pi)
-            return ((turns - rope.slow) / (rope.turns_kept - rope.slow)).clamp(0, 1)
+        if rope.type == "llama3":  # by full rotations in the original length
+            rotations = length * frequencies / (2 * math.pi)
+            return ((rotations - rope.slow) / (rope.fast_or_default - rope.slow)).clamp(0, 1)
 
-        # yarn: by index, between the pairs that have these turns
-        def pair(turns: float) -> float:
-            return self.size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+        # yarn: by index, between the pairs that have this many rotations
+        def pair(rotations: float) -> float:
+            return self.size * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
 
-        first, last = max(math.floor(pair(rope.turns_kept)), 0), min(math.ceil(pair(rope.slow)), self.size - 1)
+        first, last = max(math.floor(pair(rope.fast_or_default)), 0), min(math.ceil(pair(rope.slow)), self.size - 1)
         index = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float64)
         return 1 - ((index - first) / (last - first or 0.001)).clamp(0, 1)
 

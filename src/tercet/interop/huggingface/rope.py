@@ -160,7 +160,7 @@ def rope_parameters(config: ModelConfig, length: int) -> dict[str, Any]:
     if rope.type == "linear":
         return found
     names = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}[rope.type]
-    found |= dict(zip(names, (rope.slow, rope.turns_kept), strict=True))
+    found |= dict(zip(names, (rope.slow, rope.fast_or_default), strict=True))
     if rope.attention_factor is not None:
         found["attention_factor"] = rope.attention_factor
     return {**found, "original_max_position_embeddings": rope.original_length}
