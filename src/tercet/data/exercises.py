@@ -82,8 +82,8 @@ class ExerciseStream:
                     counts["joined"] += round(self._share * length)
                     counts["groups"] += 1
                     stream, after = key(self._seed, number, VERSION), {**document.cursor, "retrieval": dict(counts)}
-                    some = partial(self._writer.some, document.tokens, document.loss, stream, self._share)
-                    yield document._replace(cursor=after, segment=some)
+                    segment = partial(self._writer.maybe_segment, document.tokens, document.loss, stream, self._share)
+                    yield document._replace(cursor=after, segment=segment)
                     continue
                 while length < counts["next"] and (following := next(source, None)) is not None:
                     if len(following.tokens) > LONG_DOCUMENT:
@@ -132,10 +132,10 @@ class ExerciseWriter:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._ends_line = tokenizer, ends_line(tokenizer)
 
-    def some(
+    def maybe_segment(
         self, tokens: np.ndarray, loss: np.ndarray | None, stream: int, share: float, offset: int, room: int
     ) -> Segment:
-        """An exercise with probability `share`, else plain text."""
+        """`segment` with probability `share`, else plain text: for documents of many sequences."""
         if Draws(stream, offset, 0).uniform() < share:
             return self.segment(tokens, loss, stream, offset, room)
         return _plain(tokens, loss, offset, room)

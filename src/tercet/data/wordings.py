@@ -1,7 +1,7 @@
-"""Wordings of retrieval exercises: facts and questions of training, and those held out from it.
+"""Sentence templates of facts and questions: those of retrieval exercises, and others held out for evaluation.
 
-`tercet eval ruler` uses the held-out wordings, or those of training with --wording training. A model needs to meet each
-wording often: with thousands, composed from parts, it found fewer facts in training's (docs/lab-notes).
+`tercet eval ruler` uses the held-out ones, or those of training with --wording training. Training has only 16 templates
+for single facts: with thousands, each seen rarely, a model found fewer facts (docs/lab-notes/learned-selection.md).
 """
 
 from __future__ import annotations

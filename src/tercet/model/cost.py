@@ -157,8 +157,8 @@ def _block_sparse_pairs(model: ModelConfig, length: int) -> Pairs:
 
 
 def scoring_flops(model: ModelConfig, length: int) -> float:
-    """FLOPs of choosing blocks in one layer, which has no gradient. 0 where every block is read, or where the
-    probabilities of the compressed branch choose."""
+    """FLOPs of scoring blocks in one layer; there is no backward. 0 if every block is read, or if the probabilities of
+    the compressed branch, which are computed anyway, are the scores."""
     nsa = model.nsa
     if length <= max(model.dense_below, nsa.selected_tokens):
         return 0.0

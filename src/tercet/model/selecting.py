@@ -17,7 +17,7 @@ Scorer = tuple[Tensor, Tensor]
 
 
 class SelectingLayer(AttentionLayer):
-    """Subclasses set `config`, `selector` (None if it is not learned) and `stats`."""
+    """Base of NSA and block-sparse layers. They set `config`, `selector` (None if it is not learned) and `stats`."""
 
     config: NSAConfig
     selector: BlockSelector | None
@@ -34,8 +34,11 @@ class SelectingLayer(AttentionLayer):
         self, out: Tensor, x: Tensor, scored: Scorer | None, q: Tensor, k: Tensor, rows: Tensor, block_indices: Tensor,
         packing: Packing | None, backend: str,
     ) -> Tensor:  # fmt: skip
-        """`out`, whose backward pass now also teaches the learned selector. Without one, the choice is only measured,
-        if statistics are on. scored: from the selector; the others: see `BlockSelector.loss_of_rows`."""
+        """Return `out` with the loss of the learned selector attached: the backward pass of `out` also runs that of the
+        loss. Without a learned selector, only measure how well blocks were chosen, if statistics are on.
+
+        scored: the selector's queries and keys; the other arguments: see `BlockSelector.loss_of_rows`.
+        """
         if self.selector is None or scored is None:
             self.stats.update_choice(q, k, rows, block_indices, packing)
             return out

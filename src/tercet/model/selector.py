@@ -1,10 +1,9 @@
-"""Ways to choose blocks that the paper does not have: learned projections, with their loss, and random blocks.
+"""Learned selectors of blocks with their loss, and random selection as a control; neither is in the paper.
 
-BlockSelector (docs/nsa.md, "Learned selection"): small projections of the layer's input score the blocks in place of
-the compressed branch. They learn from the selected branch itself: the teacher is the attention that its queries and
-keys would put on every block of the past, and the loss is the KL divergence of the student's scores from it, on a
-sample of the queries. The input is detached and the teacher has no gradient: the rest of the model does not learn from
-this loss.
+BlockSelector (docs/nsa.md, "Learned selection"): small projections of the layer's input score the blocks instead of the
+compressed branch. The loss is KL(teacher || student) on a sample of the queries: the teacher is the attention that the
+selected branch would give to every block of the past, the student is the selector's own attention to them. The input is
+detached and the teacher has no gradient, so the loss trains the selector only.
 
 Axes: a selector's queries and keys [B, T, G, size]; S sampled queries, h query heads per group, NB blocks.
 """
@@ -27,8 +26,8 @@ from tercet.model.rope import CosSin, Rotary, rotate_first
 SELECTORS = ("compressed", "learned", "random")
 
 
-class TaughtQueries(NamedTuple):
-    """Sampled queries: where they are. int64 [S] each."""
+class SampledQueries(NamedTuple):
+    """Where the sampled queries are: int64 [S] each."""
 
     position: Tensor
     """In their documents."""
@@ -38,8 +37,8 @@ class TaughtQueries(NamedTuple):
     """Upper bound on the documents' length."""
 
 
-class Captured(NamedTuple):
-    """How good a choice is; means over the sampled queries that have one. Scalars on the device."""
+class ChoiceQuality(NamedTuple):
+    """How good the selection is: means over the sampled queries that have a choice. Scalars on the device."""
 
     kl: Tensor
     """Divergence of a learned selector from its teacher; NaN if the selector is not learned."""
@@ -50,7 +49,7 @@ class Captured(NamedTuple):
     random: Tensor
     """What a random choice would receive on average."""
     queries: Tensor
-    """How many were counted, times groups."""
+    """Number of (query, KV group) pairs that were counted."""
 
 
 class BlockSelector(nn.Module):
@@ -117,7 +116,7 @@ class BlockSelector(nn.Module):
         *,
         measure: bool = False,
         backend: str = "auto",
-    ) -> tuple[Tensor, Captured | None]:
+    ) -> tuple[Tensor, ChoiceQuality | None]:
         """`loss` on some queries of whole sequences. x: the layer's input; selector_k: keys from `forward`; q [B, T, H,
         Dk], k: those of the selected branch; rows: int64 [S], flat indices of queries."""
         queries = _locate(rows, q.shape[1], packing)
@@ -132,11 +131,11 @@ class BlockSelector(nn.Module):
         block_indices: Tensor,
         selector_k: Tensor,
         k: Tensor,
-        queries: TaughtQueries,
+        queries: SampledQueries,
         *,
         measure: bool = False,
         backend: str = "auto",
-    ) -> tuple[Tensor, Captured | None]:
+    ) -> tuple[Tensor, ChoiceQuality | None]:
         """The loss on the sampled queries and, if `measure`, how good their choice was.
 
         x, q, block_indices: of these queries, [S, dim], [S, H, Dk], [S, G, n]; selector_k, k: rows of keys that hold at
@@ -162,7 +161,7 @@ class BlockSelector(nn.Module):
 
 
 class RandomBlocks:
-    """Random blocks in place of the best ones, as a control: the forced blocks, and free ones by a hash of the query's
+    """Select at random instead of by score, as a control: the forced blocks, and free ones by a hash of the query's
     position, group and layer. Every set of free blocks is equally likely; no parameters, nothing to save for a resume.
     """
 
@@ -262,8 +261,8 @@ def sample_queries(tokens: Tensor, every: int) -> Tensor:
 @torch.no_grad()
 def measure_choice(
     q: Tensor, k: Tensor, rows: Tensor, block_indices: Tensor, packing: Packing | None, config: NSAConfig
-) -> Captured:
-    """How good the choice of some queries was, whatever chose: the teacher is that of a learned selector.
+) -> ChoiceQuality:
+    """How good the selection of some queries was, by any method. The teacher is the same as for a learned selector.
 
     q [B, T, H, Dk], k: those of the selected branch; block_indices [B, T, G, n]; rows: int64 [S], flat indices.
     """
@@ -273,11 +272,11 @@ def measure_choice(
     return _capture(teacher, _chosen(block_indices, teacher.free.shape[-1]), q.new_full((), torch.nan), config)
 
 
-def _locate(rows: Tensor, length: int, packing: Packing | None) -> TaughtQueries:
+def _locate(rows: Tensor, length: int, packing: Packing | None) -> SampledQueries:
     """Queries at these flat indices of sequences of `length` tokens."""
     if packing is None:
-        return TaughtQueries(rows % length, rows, length)
-    return TaughtQueries(packing.position[rows], rows, packing.max_seqlen)
+        return SampledQueries(rows % length, rows, length)
+    return SampledQueries(packing.position[rows], rows, packing.max_seqlen)
 
 
 class _Teacher(NamedTuple):
@@ -290,7 +289,7 @@ class _Teacher(NamedTuple):
 
 @torch.no_grad()
 def _teach(
-    q: Tensor, k: Tensor, queries: TaughtQueries, config: NSAConfig, *, among: Tensor | None = None,
+    q: Tensor, k: Tensor, queries: SampledQueries, config: NSAConfig, *, among: Tensor | None = None,
     backend: str = "auto",
 ) -> _Teacher:  # fmt: skip
     """q: of the sampled queries [S, H, Dk]; k: rows of keys [rows, G, Dk]; among: only these blocks count."""
@@ -307,7 +306,7 @@ def _teach(
 
 
 @torch.no_grad()
-def _capture(teacher: _Teacher, chosen: Tensor, kl: Tensor, config: NSAConfig) -> Captured:
+def _capture(teacher: _Teacher, chosen: Tensor, kl: Tensor, config: NSAConfig) -> ChoiceQuality:
     mass, counted, free = teacher.mass.double(), teacher.counted, teacher.free
     count = counted.sum()
     each = 1 / count.clamp(min=1).double()
@@ -315,7 +314,7 @@ def _capture(teacher: _Teacher, chosen: Tensor, kl: Tensor, config: NSAConfig) -
     best = mass.topk(slots, -1).values.sum() * each
     possible = (slots / free.sum(-1).clamp(min=1)).clamp(max=1)[:, None]
     random = (possible * counted).sum(dtype=torch.float64) * each
-    return Captured(kl * each, (mass * chosen).sum() * each, best, random, count)
+    return ChoiceQuality(kl * each, (mass * chosen).sum() * each, best, random, count)
 
 
 def _chosen(block_indices: Tensor, blocks: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.attention.layout import Packing
-from tercet.model.selector import Captured, measure_choice
+from tercet.model.selector import ChoiceQuality, measure_choice
 
 # A (token, head) whose largest share of the gates is above this counts as collapsed.
 COLLAPSE_SHARE = 0.95
@@ -75,7 +75,7 @@ class AttentionStats:
             self._update(gates, block_indices, packing, positions, before)
 
     @torch.no_grad()
-    def update_selector(self, captured: Captured | None) -> None:
+    def update_selector(self, captured: ChoiceQuality | None) -> None:
         """Count the loss of a learned selector, and the attention that its choice captures."""
         if captured is None or not self.enabled or _recomputing():
             return
@@ -90,7 +90,7 @@ class AttentionStats:
         with _hidden_from_checkpointing():
             self._add_captured(measure_choice(q, k, rows, block_indices, packing, self.config))
 
-    def _add_captured(self, captured: Captured) -> None:
+    def _add_captured(self, captured: ChoiceQuality) -> None:
         *means, queries = captured
         count = queries.double()
         before = torch.zeros(_SUMS - len(_SELECTOR) - 1, dtype=torch.float64, device=count.device)

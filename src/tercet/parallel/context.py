@@ -34,7 +34,7 @@ from tercet.model.dense import DenseAttention
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import rotate
 from tercet.model.selecting import SelectingLayer
-from tercet.model.selector import BlockSelector, TaughtQueries, attach_loss
+from tercet.model.selector import BlockSelector, SampledQueries, attach_loss
 from tercet.model.window import WindowAttention
 from tercet.parallel.context_layout import Chunk, Layout, TokenRange
 from tercet.parallel.exchange import BlockFetchPlan, Exchange, RowMoves
@@ -339,7 +339,7 @@ def _teach(
         tokens = chunk.ranges["selected"]
         row = own - chunk.rows.start
         token = chunk.first + row
-        queries = TaughtQueries(packing.position[token], token - tokens.first, packing.max_seqlen)
+        queries = SampledQueries(packing.position[token], token - tokens.first, packing.max_seqlen)
         loss, captured = layer.selector.loss(
             x[0, own], q[0, own], block_indices[0, row], selector_k[0, tokens.rows], keys[0, tokens.rows], queries,
             measure=layer.stats.enabled, backend=layer.backend,

@@ -69,7 +69,7 @@ class Run:
     read_at: float = field(default_factory=time.time)
 
     def of(self, kind: type[E], rank: int = 0) -> list[E]:
-        """One rank's events of one kind, in order."""
+        """Events of one type that a rank wrote, in order."""
         return [e for e in self.events.get(rank, []) if isinstance(e, kind)]
 
     @cached_property
