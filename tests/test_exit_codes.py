@@ -16,7 +16,7 @@ from tercet import cli
 from tercet.attention.config import NSAConfig
 from tercet.data.stream import DataUsageError
 from tercet.errors import EXIT_FAILURE, EXIT_USAGE, TercetError, UsageError
-from tercet.parallel.context_layout import Layout
+from tercet.parallel.context_layout import ContextLayout
 from tercet.parallel.distributed import FullySharded
 from tercet.parallel.failure import PeerFailed
 from tercet.parallel.launch import WrongLaunch
@@ -294,7 +294,7 @@ def test_every_rank_ends_with_the_code_that_one_process_would(monkeypatch, capsy
 
 
 def unsplit_context():
-    Layout(bounds=(0, 10), ranks=4, config=NSAConfig())
+    ContextLayout(bounds=(0, 10), ranks=4, config=NSAConfig())
 
 
 def unsplit_groups():

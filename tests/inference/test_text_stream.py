@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tercet.data.tokenizers import ByteTokenizer
-from tercet.inference.generate import TextStream
+from tercet.inference.generate import Detokenizer
 
 
 def pushed(text: bytes, stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
-    stream = TextStream(ByteTokenizer(), stop)
+    stream = Detokenizer(ByteTokenizer(), stop)
     pieces = []
     for token in text:
         pieces.append(stream.push(token))

@@ -9,7 +9,7 @@ import pytest
 from parallel.world import assert_below, run_ranks, run_torchrun
 from tercet.attention.config import NSAConfig
 from tercet.errors import TercetError
-from tercet.parallel.context_layout import Layout
+from tercet.parallel.context_layout import ContextLayout
 
 CONFIG = NSAConfig()
 SMALL = NSAConfig(8, 4, 16, 4, 1, 2, 24)
@@ -31,7 +31,7 @@ def test_a_split_sequence_equals_the_whole_one_in_outputs_gradients_and_statisti
         assert 0 < blocks.pop("requests") + blocks["selected"] < whole.pop("selected"), layer
         assert {k: n for k, n in blocks.items() if k != "selected"} == whole, layer
     # as planned, forward and backward, in fp64: rows of two KV heads of 8 and 4
-    layout, row = Layout((0, 384), 3, SMALL), 8 * 2 * (8 + 4)
+    layout, row = ContextLayout((0, 384), 3, SMALL), 8 * 2 * (8 + 4)
     # a window layer fetches the end of the chunk before it and nothing else, and no layer what it does not read
     assert fetched["window", "one document", False].keys() == {"window"}
     assert "compressed" not in fetched["two branches", "one document", False]
@@ -51,7 +51,7 @@ def test_a_split_sequence_equals_the_whole_one_on_the_kernels():
 
 def test_one_long_document_is_split_in_zig_zag_within_one_percent_of_balance():
     for ranks in (2, 4, 8, 64):
-        layout = Layout((0, 1 << 20), ranks, CONFIG)
+        layout = ContextLayout((0, 1 << 20), ranks, CONFIG)
         assert layout.owned == tuple((r, 2 * ranks - 1 - r) for r in range(ranks))
         costs = [sum(map(layout.cost, pair)) for pair in layout.owned]
         assert max(costs) * len(costs) / sum(costs) < 1.01
@@ -59,13 +59,13 @@ def test_one_long_document_is_split_in_zig_zag_within_one_percent_of_balance():
 
 def test_contiguous_chunks_would_be_unbalanced():
     """Why the split is zig-zag: the last of 8 contiguous eighths costs nearly twice the mean at a million tokens."""
-    layout = Layout((0, 1 << 20), 8, CONFIG)
+    layout = ContextLayout((0, 1 << 20), 8, CONFIG)
     costs = [layout.cost(2 * r) + layout.cost(2 * r + 1) for r in range(8)]
     assert max(costs) * 8 / sum(costs) > 1.7
 
 
 def test_cost_is_the_number_of_keys_that_queries_read():
-    layout = Layout((0, 37, 160), 2, SMALL)
+    layout = ContextLayout((0, 37, 160), 2, SMALL)
     for chunk in range(4):
         total = 0
         for token in range(*layout.tokens(chunk)):
@@ -77,7 +77,7 @@ def test_cost_is_the_number_of_keys_that_queries_read():
 
 
 def test_every_compressed_token_belongs_to_the_chunk_of_its_last_token():
-    layout = Layout((0, 5, 100, 110, 290, 291, 384), 3, SMALL)
+    layout = ContextLayout((0, 5, 100, 110, 290, 291, 384), 3, SMALL)
     lasts = []
     for start, end in itertools.pairwise(layout.bounds):
         lasts += [
@@ -92,9 +92,9 @@ def test_every_compressed_token_belongs_to_the_chunk_of_its_last_token():
 def test_short_documents_are_only_fetched_by_the_ranks_that_share_them():
     """Documents of 1024 tokens in a batch of 64k: a rank fetches selected keys of documents it shares, no others."""
     bounds = tuple(range(0, 65536 + 1, 1024))
-    plan = Layout(bounds, 4, CONFIG).lookback_plan(None)
+    plan = ContextLayout(bounds, 4, CONFIG).lookback_plan(None)
     assert sum(plan.fetched(r) for r in range(4)) == 0
-    unaligned = Layout((0, *range(1000, 65536, 1024), 65536), 4, CONFIG).lookback_plan(None)
+    unaligned = ContextLayout((0, *range(1000, 65536, 1024), 65536), 4, CONFIG).lookback_plan(None)
     assert max(unaligned.fetched(r) for r in range(4)) <= 2 * 1024
 
 
@@ -102,7 +102,7 @@ def test_short_documents_are_only_fetched_by_the_ranks_that_share_them():
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_fetches_no_row_twice(bounds, ranks):
     """Gradients of fetched rows are added to their owners' by index, where a repeated row would count once."""
-    layout = Layout(bounds, ranks, SMALL)
+    layout = ContextLayout(bounds, ranks, SMALL)
     plans = [layout.lookback_plan(tokens) for tokens in (None, 0, 7, 23)]
     for plan in (*plans, layout.compressed_plan(), layout.previous_token_plan()):
         for pieces in plan.pieces:
@@ -112,4 +112,4 @@ def test_a_rank_fetches_no_row_twice(bounds, ranks):
 
 def test_a_length_that_does_not_split_is_refused_with_one_that_does():
     with pytest.raises(TercetError, match="multiple of 8, such as 104"):
-        Layout((0, 100), 4, CONFIG)
+        ContextLayout((0, 100), 4, CONFIG)

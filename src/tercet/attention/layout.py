@@ -304,7 +304,8 @@ def fill_buckets(bounds: list[tuple[int, int, int, int]], config: NSAConfig) -> 
 
 @dataclass(frozen=True)
 class Span:
-    """Token indices of the first query in q and of the first given key, counted in the whole sequence.
+    """A query range: a call that holds only part of a sequence. Indices, in the whole sequence, of q's first token and
+    of the first given key.
 
     Used by context-parallel ranks, which hold part of a long sequence, and by new tokens after a cache. The window
     branch's keys may start elsewhere than the selected branch's, at `window_key` (`first_key` by default).

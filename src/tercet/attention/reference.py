@@ -178,10 +178,10 @@ def select(scores: Tensor, t: Tensor, config: NSAConfig) -> Tensor:
 
 
 def block_lse(q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks: int, block: int) -> Tensor:
-    """Log-sum-exp of the logits of queries in every block of their documents. -> fp32 [S, G, h, blocks]
+    """Log-sum-exp of each query's logits in every block of its document. -> fp32 [S, G, h, blocks]
 
-    q: [S, H, Dk]; k: rows of keys, [rows, G, Dk]; row [S]: that of each query's own token; position [S]: that in its
-    document. Only keys up to the query count: -inf for blocks after it.
+    q: [S, H, Dk]; k: [rows, G, Dk]; row [S]: the row of k that belongs to the query's own token; position [S]: the
+    query's position in its document. Only keys up to the query count: -inf for blocks after it.
     """
     logits = _logits_by_block(q, k, row, position, blocks, block)
     return torch.cat([x.logsumexp(-1) for x in logits])
@@ -201,9 +201,9 @@ def _logits_by_block(q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks
 
 
 def selector_weight(logits: Tensor) -> Tensor:
-    """exp of a selector's logits as it is computed in choosing blocks; NaN counts as 0.
+    """The approximation of exp with which a learned selector scores blocks (docs/nsa.md).
 
-    2^y, y = logit · log2(e) between -127 and 119, in steps of 2^-13, linear between integers.
+    2^y, y = logit · log2(e) between -127 and 119, in steps of 2^-13, linear between integers; NaN counts as y = -127.
     """
     y = (logits * math.log2(math.e)).nan_to_num(nan=-torch.inf).clamp(-127, 119)
     y = (y * 8192).round() / 8192

@@ -1,4 +1,4 @@
-"""Blocks chosen by a learned selector: queries and keys of its own, one per token and KV group (docs/nsa.md).
+"""Block selection by a learned selector, from its own queries and keys, one per token and KV group (docs/nsa.md).
 
 queries [B, T, G, size]; keys [B, T, G, size], the rows of the selected branch's keys.
 """

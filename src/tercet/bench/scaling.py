@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tercet.config.load import load
 from tercet.model import cost
 from tercet.model.config import ModelConfig
-from tercet.parallel.context_layout import Layout
+from tercet.parallel.context_layout import ContextLayout
 
 # An H100/H200 node: 8 GPUs, NVLink 450 GB/s per direction and GPU, one 400 Gb/s adapter per GPU between nodes.
 PEAK = 989e12
@@ -88,7 +88,7 @@ def context_traffic(model: ModelConfig, length: int, ranks: int, passes: int = 3
     if ranks == 1:
         return 0.0
     nsa = model.nsa
-    layout = Layout((0, length), ranks, nsa)
+    layout = ContextLayout((0, length), ranks, nsa)
     plans = (
         layout.lookback_plan(None),
         layout.lookback_plan(nsa.window - 1),

@@ -124,7 +124,7 @@ class RunConfig(Section):
                 f"model.dense_below={self.model.dense_below} with parallel.strategy=cp: ranks have no dense kernel for "
                 f"part of a sequence; use at most model.nsa.select_count × select_block = {covered}, or raise these"
             )
-        # context_layout.Layout checks each batch too; checking here fails before the run folder is created.
+        # context_layout.ContextLayout checks each batch too; checking here fails before the run folder is created.
         batch, length, ranks = self.train.micro_batch, self.data.seq_len, self.parallel.context
         if self.parallel.strategy == "cp" and batch * length % (2 * ranks):
             unit = 2 * ranks // math.gcd(2 * ranks, batch)

@@ -75,7 +75,8 @@ class ShardStream:
     def __init__(
         self, folder: Path, tokenizer: Tokenizer, options: ReadOptions, name: str, hold_out_end: bool | None = None
     ) -> None:
-        """hold_out_end: of the tokens, for validation; None: if all documents are on one side of the split."""
+        """hold_out_end: whether validation reads the end of all tokens instead of whole documents; None: only if the
+        hashes put all documents on one side of the split."""
         self.bad_records: list[str] = []
         self.held_out: list[str] = []
         self.io_retries: list[str] = []

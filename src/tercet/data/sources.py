@@ -57,7 +57,8 @@ def record_source(part: SourceConfig, *, seed: int, shuffle: bool) -> RecordSour
 
 
 def validation_split(records: RecordSource, fraction: float, hold_out_end: bool | None = None) -> ValidationSplit:
-    """How to split records. hold_out_end: as an earlier part of the run did; None: if the documents are too few."""
+    """How to split records. hold_out_end: whether validation reads the end of the text instead of whole documents, as
+    saved by the run to resume; None: only if the documents are too few."""
     if fraction == 0 or hold_out_end is False or not isinstance(records, FileRecords):
         return ValidationSplit(fraction)
     return ValidationSplit.of(records.in_file_order(), fraction, always=hold_out_end is True)

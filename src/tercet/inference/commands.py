@@ -39,7 +39,7 @@ def generate(
 ) -> int:
     """Generate text from --prompt, a file or stdin. Text is streamed to stdout; timing and tokens/s go to stderr.
 
-    Without a prompt, on a terminal, it asks for one after the other.
+    Without a prompt, on a terminal, each line you type is a prompt, until Ctrl-D.
 
     Args:
         prompt: Text to continue; repeat the flag for a batch. Without it, the prompt is read from standard input.

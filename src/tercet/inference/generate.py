@@ -1,6 +1,6 @@
 """Text generation: prompts in, tokens and text out, streamed or all at once.
 
-`stream` yields pieces as they are generated, `generate` collects them. `TextStream` turns tokens into text.
+`stream` yields pieces as they are generated, `generate` collects them. `Detokenizer` turns tokens into text.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def stream(
     end = eos_id if eos_id is not None else tokenizer.eos_id if tokenizer is not None else None
     # A padded vocabulary has untrained embedding rows that must never be sampled.
     vocabulary = model.config.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.config.vocab_size)
-    texts = [None if tokenizer is None else TextStream(tokenizer, stop) for _ in rows]
+    texts = [None if tokenizer is None else Detokenizer(tokenizer, stop) for _ in rows]
     device = model.embedding.weight.device
 
     def pieces() -> Iterator[Piece]:
@@ -252,7 +252,7 @@ class _DecodeLoop:
         self._pending.append((chosen, copied))
 
 
-def _pieces(loop: _DecodeLoop, texts: list[TextStream | None]) -> Iterator[Piece]:
+def _pieces(loop: _DecodeLoop, texts: list[Detokenizer | None]) -> Iterator[Piece]:
     for step in range(loop.steps):
         tokens = loop.next_tokens(step)
         for row, (token, text) in enumerate(zip(tokens, texts, strict=True)):
@@ -280,7 +280,7 @@ _MAX_PENDING_TOKENS = 4
 _UNDECODABLE = "\ufffd"
 
 
-class TextStream:
+class Detokenizer:
     """Turns tokens into text. Holds back incomplete characters and anything that may be the start of a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:

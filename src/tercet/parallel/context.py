@@ -36,7 +36,7 @@ from tercet.model.rope import rotate
 from tercet.model.selecting import SelectingLayer
 from tercet.model.selector import BlockSelector, SampledQueries, attach_loss
 from tercet.model.window import WindowAttention
-from tercet.parallel.context_layout import Chunk, Layout, TokenRange
+from tercet.parallel.context_layout import Chunk, ContextLayout, TokenRange
 from tercet.parallel.exchange import BlockFetchPlan, Exchange, RowMoves
 
 DENSE_REASON = "context parallelism: PyTorch's dense kernels do not support query ranges of packed documents"
@@ -49,7 +49,7 @@ PendingFetch = Callable[[], tuple[Tensor, Tensor]]
 class ContextShard:
     """This rank's part of one batch. Layers take it in place of `cu_seqlens`."""
 
-    layout: Layout
+    layout: ContextLayout
     group: dist.ProcessGroup
     device: torch.device
     by_blocks: bool = False  # fetch only selected blocks
@@ -147,7 +147,7 @@ def shard_sequence(
     by_blocks: bool = False,
 ) -> tuple[Tensor, Tensor, ContextShard]:
     """Split a whole batch [1, T] over the ranks of `group`. Returns this rank's tokens, targets and shard."""
-    layout = Layout(tuple(bounds), dist.get_world_size(group), config)
+    layout = ContextLayout(tuple(bounds), dist.get_world_size(group), config)
     shard = ContextShard(layout, group, tokens.device, by_blocks)
     return shard.own_tokens(tokens), shard.own_tokens(targets), shard
 

@@ -68,7 +68,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ContextLayout:
     """A sequence of packed documents in 2R equal chunks, two for each of R ranks.
 
     A query's cost grows with its position in its document (the compressed branch), so the cheapest chunk is paired

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tercet.parallel.context_layout import FetchPlan, Layout, TokenRange
+from tercet.parallel.context_layout import ContextLayout, FetchPlan, TokenRange
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class BlockFetchPlan:
     blocks: int
 
     @classmethod
-    def build(cls, layout: Layout, whole: RowMoves, ranges: list[TokenRange], rank: int) -> BlockFetchPlan:
+    def build(cls, layout: ContextLayout, whole: RowMoves, ranges: list[TokenRange], rank: int) -> BlockFetchPlan:
         """whole: moves of the plan for whole documents; ranges: the token ranges in its buffer."""
         device = whole.incoming.device
         counts = torch.tensor([layout.config.num_blocks(b - a) for a, b in layout.documents])

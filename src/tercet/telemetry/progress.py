@@ -29,7 +29,7 @@ from tercet.telemetry.events import (
     StepsSkipped,
     Validated,
 )
-from tercet.telemetry.units import duration, gradient_norm, quantity
+from tercet.telemetry.units import duration, gradient_norm, passes_of, quantity
 from tercet.terminal import printable
 
 HISTORY_LINES = 100  # of a whole run, above the live line
@@ -227,7 +227,7 @@ def steps_left(steps: int, done: int, stage: StageStarted | None) -> float:
 
 def stage_line(stage: StageStarted, before: StageStarted | None) -> str:
     """What a stage of a run changes."""
-    batches = f"{stage.tokens_per_step} tokens: {stage.accumulation} × {stage.micro_batch} sequences per rank"
+    batches = f"{stage.tokens_per_step} tokens: {passes_of(stage.accumulation, stage.micro_batch)}"
     facts = {"sequences of": stage.seq_len, "rope_theta": f"{stage.rope_theta:g}", "steps of": batches}
     if before is not None:
         was = {"sequences of": before.seq_len, "rope_theta": f"{before.rope_theta:g}", "steps of": ""}

@@ -40,6 +40,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def passes_of(accumulation: int, micro_batch: int) -> str:
+    """The batch of a step: 2 passes of 8 sequences per rank."""
+    return f"{accumulation:,} {'pass' if accumulation == 1 else 'passes'} of {plural(micro_batch, 'sequence')} per rank"
+
+
 def gradient_norm(norm: float) -> str:
     """0.523; small norms have three significant digits instead of three decimals."""
     return f"{norm:.3f}" if norm >= 0.1 or norm == 0 else f"{norm:#.3g}"

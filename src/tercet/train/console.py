@@ -39,7 +39,7 @@ from tercet.telemetry.hardware import (
 )
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.sinks import summarise
-from tercet.telemetry.units import duration, plural, quantity, size
+from tercet.telemetry.units import duration, passes_of, plural, quantity, size
 from tercet.train import manifest
 from tercet.train.device import device_name
 from tercet.train.run_folder import RunFolder
@@ -111,9 +111,9 @@ def _lengths(config: RunConfig) -> str:
 def _step_lines(config: RunConfig) -> list[tuple[str, str]]:
     """The batch of a step; with train.stages, one line per stage."""
     batches = [
-        f"{quantity(stage.train.tokens_per_step)} tokens: {stage.accumulation} × {stage.train.micro_batch} sequences "
-        "per rank" for stage in config.stages
-    ]  # fmt: skip
+        f"{quantity(stage.train.tokens_per_step)} tokens: " + passes_of(stage.accumulation, stage.train.micro_batch)
+        for stage in config.stages
+    ]
     if not config.train.stages:
         return [("step", batches[0])]
     rows = zip(config.stages, config.train.stages, batches, strict=True)

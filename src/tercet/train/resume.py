@@ -185,7 +185,7 @@ def find_checkpoint(resume: str, checkpoints: Path, *, verify: bool) -> FoundChe
 
 
 def damaged_state(found: FoundCheckpoint) -> AbstractContextManager[None]:
-    """Raise what wrong values in the run state cause as an error of one line."""
+    """Turn errors from wrong values in the run state into a one-line CheckpointError."""
     return one_line_errors(CheckpointError, f"{found.path}: {manifest.RUN_STATE} is damaged: restore it from a backup")
 
 

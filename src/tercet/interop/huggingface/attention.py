@@ -127,7 +127,7 @@ class Positions(NamedTuple):
     highest: int
 
 
-class Layout:
+class BatchLayout:
     """Where the tokens of one forward pass are. Takes the place of the mask; found by the first layer of a device."""
 
     def __init__(self, settings: Settings, real: Tensor | None) -> None:
@@ -208,7 +208,7 @@ def layout_mask(
     q_offset: Any = 0,
     cache_position: Tensor | None = None,
     **_: Any,
-) -> Layout:
+) -> BatchLayout:
     """transformers' AttentionMaskInterface. `cache_position` comes from its older versions."""
     check_model(config)
     tokens = int(q_offset) + q_length if q_length is not None else int(cache_position[-1]) + 1  # type: ignore[index]
@@ -221,7 +221,7 @@ def layout_mask(
     real = None
     if attention_mask is not None and not bool(attention_mask.all()):
         real = attention_mask.bool()
-    return Layout(read_settings(config), real)
+    return BatchLayout(read_settings(config), real)
 
 
 # ------------------------------------------------------------ attention
@@ -233,7 +233,7 @@ def layer_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Layout | None,
+    attention_mask: BatchLayout | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     position_ids: Tensor | None = None,
@@ -242,7 +242,7 @@ def layer_attention(
 ) -> tuple[Tensor, None]:
     """transformers' AttentionInterface. Returns the output [B, T, H, D], and no probabilities."""
     _check_call(query, attention_mask, dropout, scaling, kwargs)
-    assert isinstance(attention_mask, Layout)
+    assert isinstance(attention_mask, BatchLayout)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if torch.is_autocast_enabled(q.device.type):
         # RoPE of bf16 projections returns float32; as in PyTorch's attention, autocast decides
@@ -269,7 +269,7 @@ def layer_attention(
 def _check_call(
     query: Tensor, attention_mask: Any, dropout: float, scaling: float | None, kwargs: dict[str, Any]
 ) -> None:
-    if not isinstance(attention_mask, Layout):
+    if not isinstance(attention_mask, BatchLayout):
         found = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise _unsupported(f"attention_mask {found}", "pass a mask [batch, tokens] that is 0 for padding")
     if dropout:
