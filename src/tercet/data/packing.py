@@ -177,7 +177,7 @@ class _Packer:
                 return
             remaining = len(document.tokens) - offset
             free = length - at % length
-            if document.segment is not None:  # an exercise of its own in every sequence, so it fits any room
+            if document.segment is not None:  # each sequence gets a separate exercise, which fits any room
                 segment = document.segment(offset, free)
                 yield at, Document(segment.tokens, segment.loss, document.cursor), 0, segment.take
                 self._exercises += segment.take > segment.used

@@ -1,1 +1,1 @@
-"""Load trained models, generate text, and evaluate them."""
+"""Load trained models, generate text, and evaluate them. Start with load.py and generate.py."""

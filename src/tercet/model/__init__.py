@@ -1,1 +1,1 @@
-"""The model: transformer, attention layers (nsa, dense), KV caches and decoding, loss, sampling, and its cost."""
+"""The model. Start with transformer.py; attention layers: nsa.py, block_sparse.py, window.py, dense.py."""

@@ -310,7 +310,7 @@ def checkpoint_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -
         _check_saves(run, saved, limits, gate)
     resumes = [e for e in run.started if e.resumed_from is not None]
     continued = [start for start in resumes if _continued(run, start)]
-    gate.add_evidence("resumed", f"{times(len(resumes))}, trained on after {len(continued)}")
+    gate.add_evidence("resumed", f"{times(len(resumes))}, trained further after {len(continued)}")
     jumps = [f for f in findings if f.rule == "loss_spike" and any(0 < f.step - r.step <= 10 for r in continued)]
     if jumps:
         gate.fail(f"the loss jumped after a resume: {jumps[0].sentence}", "compare with an uninterrupted run")

@@ -221,7 +221,7 @@ class StepGraph:
         self._shape: GraphShape | None = None
         self._buffers: MicroBatch | None = None
         self._graphs: dict[bool, Graph] = {}  # by whether statistics are collected
-        self._grads: dict[bool, list[Tensor | None]] = {}  # likewise: where a replay leaves the gradients
+        self._grads: dict[bool, list[Tensor | None]] = {}  # by the same key: where a replay leaves the gradients
         self._routes: list[dict] = []
         self._messages: list[str] = []
         self._gave_up = False

@@ -105,7 +105,7 @@ def build_state(
 def _build_model(config: RunConfig) -> nn.Module:
     """The model with its initial weights; without them if the default device is meta: the strategy draws them later.
 
-    Built on the meta device, because layers draw weights in their constructors too: 14 seconds of `350m`.
+    Built on the meta device: layers also draw weights in their constructors, which takes 14 seconds for `350m`.
     """
     device = torch.get_default_device()
     with torch.device("meta"):
