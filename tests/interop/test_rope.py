@@ -236,7 +236,7 @@ def longrope(factors: list[Any], **changes: Any) -> dict[str, Any]:
         ({"factor": -1.0}, "config.json: rope_scaling: "),
         ({"factor": "x"}, "config.json has a value of the wrong type"),
         ({"partial_rotary_factor": 0.5}, "Tercet rotates whole heads; pick a model"),
-        ({"rope_type": "yarn", "truncate": False}, "Tercet rounds its range; pick another model"),
+        ({"rope_type": "yarn", "truncate": False}, "Tercet always truncates; pick another model"),
         ({"rope_type": "yarn", "rope_theta": 1.0}, "config.json: rope_theta=1.0 must be above 1 for rope.type=yarn"),
     ],
     ids=str,

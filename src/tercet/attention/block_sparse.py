@@ -124,7 +124,7 @@ def run_block_sparse(
     if beyond and span is not WHOLE:
         raise ValueError(
             f"dense_below={dense_below} is more than select_count · select_block = "
-            f"{config.selected_tokens}, which a query range does not support"
+            f"{config.selected_tokens}, which a query range does not support: lower it, or pass whole sequences"
         )
     route = _route(q, k, v, config, backend, why_no_query_range(span, packing, ("selected",)))
     longest = packing.max_seqlen if packing is not None else span.first_query + q.shape[1]

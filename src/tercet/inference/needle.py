@@ -112,7 +112,8 @@ def _document(
     room = length - len(fact) - len(question) - len(value)
     if room < 0:
         needed = length - room
-        raise UsageError(f"lengths contains {length}, but a needle and its question take {needed} tokens: give more")
+        fix = f"use {needed} or more"
+        raise UsageError(f"lengths contains {length}, but a needle and its question take {needed} tokens: {fix}")
     at = round(depth * room)
     return [*filler[:at], *fact, *filler[at:room], *question, *value], len(value)
 

@@ -63,9 +63,12 @@ def record(
     kv_heads: of each. progress: called with the tokens of each layer's forward pass."""
     selecting = model.config.attention_kinds.count("nsa")
     layers = layers or min(4, selecting)
-    for name, given, most in (("layers", layers, selecting), ("kv-heads", kv_heads or 1, model.config.kv_heads)):
+    for name, given, most, what in (
+        ("layers", layers, selecting, "layers that select blocks"),
+        ("kv-heads", kv_heads or 1, model.config.kv_heads, "KV heads of a layer"),
+    ):
         if given > most:
-            raise UsageError(f"--{name} {given} is more than the {most} that select blocks: give at most that")
+            raise UsageError(f"--{name} {given} is more than the {most} {what}: give at most {most}")
     found = record_selections(model, _sequence(model, length).tokens[0].tolist(), progress)
     kept = [found[round(i * (len(found) - 1) / max(1, layers - 1))] for i in range(layers)]
     about = (

@@ -60,7 +60,7 @@ def _yarn_settings(rope: Mapping[str, Any], original: float, longest: int | None
     """The scaling factor, and the options of `model.rope`."""
     if not rope.get("truncate", True):
         raise ForeignModelError(
-            "truncate=False of rope_type='yarn' cannot be imported: Tercet rounds its range; pick another model"
+            "truncate=False of rope_type='yarn' cannot be imported: Tercet always truncates; pick another model"
         )
     factor = float(rope.get("factor") or (longest and longest / original) or _need(rope, "factor"))
     options = {"slow": float(rope.get("beta_slow") or 1), "fast": float(rope.get("beta_fast") or 32)}
