@@ -235,6 +235,8 @@ def test_a_gpu_call_of_a_known_layout_is_not_checked_again(monkeypatch: pytest.M
     refusal(lambda: attend(x.with_(ks=half.ks), CFG), "k_selected", "float16")
     refusal(lambda: attend(x, CFG, block_indices=long), "block_indices", "int64")
     refusal(lambda: attend(x.with_(ks=None), CFG), "k_selected", "NoneType")
+    refusal(lambda: attend(x.with_(kc=None), CFG), "k_compressed", "NoneType")
+    refusal(lambda: attend(x.with_(kc=None), CFG, branches=("selected", "window")), "k_compressed", "NoneType")
     assert len(chosen) == 1
     for call in (
         lambda: attend(half, CFG),

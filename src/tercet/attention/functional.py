@@ -142,7 +142,8 @@ def run_nsa(
     shapes = _shapes(given, config, branches, backend) if plain else None
     route = None if shapes is None else _checked.get(shapes)
     if route is None:
-        _check_inputs(inputs, config, packing, branches, span)
+        chosen = block_indices is not None or selector is not None
+        _check_inputs(inputs, config, packing, branches, span, chosen=chosen or not (select or "selected" in branches))
         if block_indices is not None:
             checks.check_block_indices(block_indices, inputs.q, inputs.k_selected.shape[2], config)
         if selector is not None:
@@ -218,12 +219,20 @@ def _without_gates(inputs: NSAInputs) -> dict[str, Tensor | None]:
 
 
 def _check_inputs(
-    inputs: NSAInputs, config: NSAConfig, packing: Packing | None, branches: tuple[str, ...], span: Span
+    inputs: NSAInputs,
+    config: NSAConfig,
+    packing: Packing | None,
+    branches: tuple[str, ...],
+    span: Span,
+    *,
+    chosen: bool,
 ) -> None:
+    """chosen: the compressed tokens need not choose blocks."""
     q = inputs.q
     if packing is not None and span is WHOLE:
         checks.check_packing(packing, q, inputs.k_compressed, config)
-    tensors = {name: x for name, x in _without_gates(inputs).items() if x is not None}
+    unread = ("k_compressed", "v_compressed") if chosen and "compressed" not in branches else ()
+    tensors: dict[str, Any] = {n: x for n, x in _without_gates(inputs).items() if x is not None or n not in unread}
     checks.check_tensors(tensors | {"gates": inputs.gates})
     given = [branch for branch in BRANCHES if f"k_{branch}" in tensors]
     keys = {branch: tensors[f"k_{branch}"] for branch in given}
