@@ -83,6 +83,12 @@ def test_data_without_a_validation_document_is_refused_before_anything_is_writte
     assert not (tmp_path / "run").exists()
 
 
+def test_data_without_text_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(DataError, match=r"text: no document has any text \(empty documents: 1\): check data.path"):
+        train_small(tmp_path / "run", **VALIDATES, data__source="text", data__path=(str(tmp_path / "empty.txt"),))
+
+
 def test_both_suggested_fixes_train(few: Path, tmp_path: Path) -> None:
     without = {**sources(few)["jsonl"], "train__val_tokens": 0}
     assert train_small(tmp_path / "without", train__steps=1, **without) == 0

@@ -65,7 +65,8 @@ class _Block:
     end: Any
     records: list[Record]  # those of the split, in file order
     skipped: int
-    left_out: int
+    left_out: int  # without text
+    read: int  # all, of both splits
     last: bool  # the epoch ends in it
 
 
@@ -216,13 +217,17 @@ class TextStream:
         number = cursor["block"] if cursor else 0
         while epoch == 0 or self._options.repeat:
             found: int | None = 0 if position is None else None  # counted over complete epochs only
+            with_text = empty = 0
             records = self._records.open(epoch, position)
             last = False
             while not last:
                 block = self._read_block(records, epoch, number)
                 found = None if found is None else found + len(block.records)
+                with_text, empty = with_text + block.read - block.left_out, empty + block.left_out
                 number, last = number + 1, block.last
                 yield block
+            if found == 0 and with_text == 0:
+                raise DataError(f"{self._name}: no document has any text (empty documents: {empty:,}): check data.path")
             if found == 0:
                 raise DataUsageError(
                     f"{self._name}: no document for {self._options.split} with validation_fraction="
@@ -257,7 +262,7 @@ class TextStream:
                     records.append(part)
         if epoch == number == 0:
             check_round_trip(self._tokenizer, texts, self._options.max_lost_text)
-        return _Block(epoch, number, start, source.position(), records, skipped, left_out, last)
+        return _Block(epoch, number, start, source.position(), records, skipped, left_out, read, last)
 
     def _skip(self, bad: BadRecordError) -> None:
         if not self._options.skip_bad:
