@@ -10,22 +10,21 @@ from measurements.part import Warmup, compile_job, free
 from tercet.bench.decode import HEADS, attention_rows
 from tercet.bench.decode_model import model_rows
 
-# (selector, contexts), by importance
-ATTENTION = {"compressed": (65536, 2048, 16384), "learned": (65536, 2048, 16384)}
+SELECTORS = ("compressed", "learned")
 BATCHES = (1, 16)
-CONTEXTS = (65536, 2048, 16384)
+CONTEXTS = (65536, 2048, 16384)  # by importance
 
 
 def attention(quick: bool) -> Iterator[dict[str, Any]]:
-    for selector, contexts in {} if quick else ATTENTION.items():
-        for context in contexts:
+    for selector in () if quick else SELECTORS:
+        for context in CONTEXTS:
             for row in attention_rows(HEADS["P"], list(BATCHES), [context], False, selector):
                 yield {"selector": selector, **row}
                 free()
 
 
 def attention_warmups() -> list[Warmup]:
-    return [compile_job("decode", selector, 30, 30.0) for selector in ATTENTION]
+    return [compile_job("decode", selector, 30, 30.0) for selector in SELECTORS]
 
 
 def compile_attention(selector: str) -> None:

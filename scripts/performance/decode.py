@@ -54,7 +54,8 @@ def decode_model() -> str:
 
 
 def model_ratio(mode: str, context: int, batch: int) -> float | None:
-    """A mode's tokens/s over dense's when decoding; None for dense, or if the kernels failed their check."""
+    """A mode's tokens/s over dense's when decoding; None for dense, or if the training kernels failed their check. The
+    decode kernels are checked by the GPU tests alone."""
     own, dense = (_row(name, context, batch).get("tokens_per_s") for name in (mode, "dense"))
     if mode == "dense" or not own or not dense or correct(mode) is False:
         return None

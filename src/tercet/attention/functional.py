@@ -141,9 +141,10 @@ def run_nsa(
     given = (*inputs, block_indices, *(selector or ()))
     shapes = _shapes(given, config, branches, backend) if plain else None
     route = None if shapes is None else _checked.get(shapes)
+    chooses = block_indices is None and (select or "selected" in branches)
     if route is None:
-        chosen = block_indices is not None or selector is not None
-        _check_inputs(inputs, config, packing, branches, span, chosen=chosen or not (select or "selected" in branches))
+        by_compressed = chooses and selector is None
+        _check_inputs(inputs, config, packing, branches, span, compressed="compressed" in branches or by_compressed)
         if block_indices is not None:
             checks.check_block_indices(block_indices, inputs.q, inputs.k_selected.shape[2], config)
         if selector is not None:
@@ -153,7 +154,7 @@ def run_nsa(
             if len(_checked) >= _MOST_CHECKED:
                 _checked.clear()
             _checked[shapes] = route
-    if selector is not None and block_indices is None and (select or "selected" in branches):
+    if selector is not None and chooses:
         block_indices = choose_blocks(*selector, config=config, packing=packing, span=span, backend=route[0])
     with _without_autocast(inputs.q.device.type):
         if route[0] == "triton":
@@ -225,14 +226,14 @@ def _check_inputs(
     branches: tuple[str, ...],
     span: Span,
     *,
-    chosen: bool,
+    compressed: bool,
 ) -> None:
-    """chosen: the compressed tokens need not choose blocks."""
+    """compressed: the call reads compressed tokens, so that they must be given."""
     q = inputs.q
     if packing is not None and span is WHOLE:
         checks.check_packing(packing, q, inputs.k_compressed, config)
-    unread = ("k_compressed", "v_compressed") if chosen and "compressed" not in branches else ()
-    tensors: dict[str, Any] = {n: x for n, x in _without_gates(inputs).items() if x is not None or n not in unread}
+    optional = () if compressed else ("k_compressed", "v_compressed")
+    tensors: dict[str, Any] = {n: x for n, x in _without_gates(inputs).items() if x is not None or n not in optional}
     checks.check_tensors(tensors | {"gates": inputs.gates})
     given = [branch for branch in BRANCHES if f"k_{branch}" in tensors]
     keys = {branch: tensors[f"k_{branch}"] for branch in given}

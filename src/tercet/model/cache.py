@@ -113,8 +113,8 @@ class Cache:
         """fp64 [Dk/2 + 1]: full rotations per position of each pair, and the factor of rotated vectors."""
         if self._rope_frequencies is None:
             rotary = self._rotary(self.key["head_dim"])
-            turns = rotary.frequencies(self.device) / (2 * math.pi)
-            self._rope_frequencies = torch.cat((turns, turns.new_full((1,), rotary.attention_factor)))
+            rotations = rotary.frequencies(self.device) / (2 * math.pi)
+            self._rope_frequencies = torch.cat((rotations, rotations.new_full((1,), rotary.attention_factor)))
         return self._rope_frequencies
 
     def _rotary(self, size: int) -> Rotary:

@@ -11,7 +11,6 @@ Axes: q [B, C, H, Dk]; keys [B, S, G, Dk]; probabilities [B, G, C, h, S].
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -174,8 +173,8 @@ def project_token(x: Tensor, cache: Cache, *layers: nn.Linear) -> tuple[Tensor, 
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else layers[0].weight.dtype
     y = F.linear(x, *cache.fused_weights(layers, dtype))
-    ends = list(accumulate((layer.out_features for layer in layers), initial=0))
-    return tuple(y[..., first:end] for first, end in pairwise(ends))
+    sizes = [layer.out_features for layer in layers]
+    return y.split([*sizes, y.shape[-1] - sum(sizes)], -1)[:-1]
 
 
 def kernel_cache(cache: NSACache) -> Held:

@@ -104,7 +104,7 @@ class NSACache(Cache):
     def compressed(self, new: NewTokens) -> tuple[Tensor, Tensor] | None:
         """Compressed keys and values that any of the new tokens can see; None before the first is complete."""
         count = self.config.num_compressed(new.longest)
-        if count == 0 or not self.compresses:
+        if count == 0:
             return None
         return self._stores["k_compressed"][:, :count], self._stores["v_compressed"][:, :count]
 

@@ -30,10 +30,10 @@ from tercet.attention.kernels.table import overlap_launches
 
 @triton.jit
 def _cos_sin(FREQS, t, pair, inside):
-    """cos and sin of pairs of channels at a position; 1 and 0 outside. Whole turns are removed in fp64: at position
+    """cos and sin of pairs of channels at a position; 1 and 0 outside. Whole rotations are removed in fp64: at position
     1,000,000 an fp32 angle is off by 0.06 rad."""
-    turns = tl.load(FREQS + pair, mask=inside, other=0.0) * t.to(tl.float64)
-    angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
+    rotations = tl.load(FREQS + pair, mask=inside, other=0.0) * t.to(tl.float64)
+    angle = ((rotations - tl.floor(rotations + 0.5)) * 6.283185307179586).to(tl.float32)
     return tl.cos(angle), tl.sin(angle)
 
 
@@ -200,10 +200,10 @@ def decode_append_kernel(
                 _store_halves(_slot(KR, b, L + 1, slot, g, G, DK) + one, alone, c1, c2, HALF, HALFP)
                 _store(_slot(VR, b, L + 1, slot, g, G, DV), cv, DV, DVP)
             if POOL:
-                turned1 = s1 * cos[None, :] - s2 * sin[None, :]
-                turned2 = s2 * cos[None, :] + s1 * sin[None, :]
+                rotated1 = s1 * cos[None, :] - s2 * sin[None, :]
+                rotated2 = s2 * cos[None, :] + s1 * sin[None, :]
                 _pool_keys(
-                    turned1, turned2, KS, KC, b, g, t, selected_slots, compressed_slots, L, S, G, DK, HALF, HALFP
+                    rotated1, rotated2, KS, KC, b, g, t, selected_slots, compressed_slots, L, S, G, DK, HALF, HALFP
                 )
             if SELECTED:
                 _store_rotated(_slot(KS, b, selected_slots, t, g, G, DK) + one, alone, s1, s2, cos, sin, HALF, HALFP)
@@ -225,7 +225,7 @@ class Held:
     """The tensors of a cache, (keys, values) of [B, slots, G, D]; None where the step does not read them."""
 
     lengths: Tensor  # int64 [B]: tokens before this one; the step's last launch increments it
-    frequencies: Tensor  # fp64 [Dk/2 + 1]: RoPE frequencies, in turns per position, and the factor of rotated vectors
+    frequencies: Tensor  # fp64 [Dk/2 + 1]: rotations per position, and the factor of rotated vectors
     tokens: int  # capacity
     selected: tuple[Tensor, Tensor] | None = None
     window: tuple[Tensor, Tensor] | None = None  # a ring
@@ -277,15 +277,15 @@ def append(
     compressed_slots = 0 if held.compressed is None else held.compressed[0].shape[1]
     selector_q, selector_k = selector or (None, None)
     selector_rows = (0, 0) if selector is None else tuple(x.stride(0) for x in selector)
-    rotated, turned = 0, None
+    rotated, rotated_q = 0, None
     if selector_q is not None and held.selector_frequencies is not None:
         rotated = 2 * held.selector_frequencies.shape[0]
-        turned = torch.empty(selector_q.shape, dtype=dtype, device=q.device)
+        rotated_q = torch.empty(selector_q.shape, dtype=dtype, device=q.device)
     early = overlap_launches(q, batch * groups)
     call(
         decode_append_kernel, (programs + batch * groups,),
-        (q, kv, selector_q, selector_k, out, turned, held.frequencies, held.selector_frequencies, held.lengths, counts,
-         None if norms is None else norms.q, *keys, *(x for pair in parts for x in pair), held.selector,
+        (q, kv, selector_q, selector_k, out, rotated_q, held.frequencies, held.selector_frequencies, held.lengths,
+         counts, None if norms is None else norms.q, *keys, *(x for pair in parts for x in pair), held.selector,
          *weights[0].all(), *weights[1].all(), scratch, held.arrived),
         (batch, slots, compressed_slots, *selector_rows, programs),
         (0.0 if norms is None else norms.eps, q.stride(0), kv.stride(0), config.compress_block, config.compress_stride,
@@ -297,4 +297,4 @@ def append(
          early),
         num_warps=8 if programs else 4, num_stages=2, launch_pdl=early,
     )  # fmt: skip
-    return out, selector_q if turned is None else turned
+    return out, selector_q if rotated_q is None else rotated_q

@@ -149,8 +149,10 @@ def compress(
                     one = _outputs(hidden, SUMS, DOWN, DOWN_BIAS, o, done, L, D, DP, SLICES, MLP)
                     two = _outputs(hidden, SUMS, DOWN, DOWN_BIAS, o + HALF, done, L, D, DP, SLICES, MLP)
                     # at the position of the block's last token
-                    turns = tl.load(FREQS + o, mask=o < HALF, other=0.0)[None, :] * (after - 1).to(tl.float64)[:, None]
-                    angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
+                    rotations = (
+                        tl.load(FREQS + o, mask=o < HALF, other=0.0)[None, :] * (after - 1).to(tl.float64)[:, None]
+                    )
+                    angle = ((rotations - tl.floor(rotations + 0.5)) * 6.283185307179586).to(tl.float32)
                     cos = tl.cos(angle) * factor
                     sin = tl.sin(angle) * factor
                     mask = done[:, None] & (o < HALF)[None, :]
