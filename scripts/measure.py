@@ -48,7 +48,7 @@ PARTS = {
     "operator": Part(operator.operator, 160, operator.operator_warmups, operator.compile_shapes),
     "train": Part(steps.train, 260, steps.train_warmups),
     "decode": Part(decode.attention, 60, decode.attention_warmups, decode.compile_attention),
-    "decode-model": Part(decode.models, 90, decode.model_warmups, decode.compile_model),
+    "decode-model": Part(decode.models, 110, decode.model_warmups, decode.compile_model),
     "growth": Part(operator.growth, 80, operator.growth_warmups, operator.compile_shapes),
     "shapes": Part(shapes.shapes, 200, shapes.warmups, shapes.compile_family),
     "large": Part(steps.large, 250, steps.large_warmups),
@@ -57,7 +57,7 @@ PARTS = {
     "fp8": Part(fp8.fp8, 40, fp8.warmups, fp8.compile_casts),
     "batches": Part(steps.batches, 50, steps.batches_warmups),
     "million": Part(steps.million, 80),
-    "modes": Part(modes.modes, 200, modes.warmups),
+    "modes": Part(modes.modes, 240, modes.warmups),
 }
 MAIN = ("operator", "train", "decode", "growth", "kernels", "batches", "million")  # what every run should measure
 

@@ -10,7 +10,7 @@
 # paper's choice of blocks); dense, or dense-matched (a wider FFN: as many parameters as two-branch). small also takes
 # the controls random and all (blocks). A suffix -plain leaves the exercises out.
 # CORPUS: shards from scripts/linux_corpus.sh. STOP: a step after which `train` is interrupted, such as 1700, the end of
-# the first stage; its checkpoint stays, and the learning rate is that of the whole run.
+# the first stage; its checkpoint stays, and the learning rate is that of the whole run. LR: learning rate of `small`.
 # On an H200 `learned` trains for eight minutes; its evaluations take four.
 set -euo pipefail
 usage() { sed -n '2,14p' "$0" >&2; exit 2; }
@@ -68,10 +68,13 @@ small)
     [ $# -ge 5 ] || usage
     corpus=$3 runs=$4 folder=$4/small-$kind-$5 SHARE=0.5
     STAGES=${STAGES:-1024:700 8192:300}
-    run "$folder" --run.seed "$5" --model.dim 256 --model.layers 6 --model.heads 4 --model.ffn_dim 640 --train.lr 3e-3 \
-        --train.tokens_per_step 32768 --train.val_every 0 --checkpoint.every 0 --log.no_tensorboard "${@:6}"
-    "$python" -m tercet eval ruler "$folder" --lengths 1024,2048,4096,8192 --tasks niah_single_2 --wording training \
-        --out "$folder.json"
+    run "$folder" --run.seed "$5" --model.dim 256 --model.layers 6 --model.heads 4 --model.ffn_dim 640 \
+        --train.lr "${LR:-3e-3}" --train.val_every 0 --train.sample_tokens 0 --checkpoint.every 0 --log.no_tensorboard \
+        "${@:6}"
+    "$python" -m tercet eval ruler "$folder" --lengths 1024,2048,4096,8192 --tasks niah_single_2,niah_multikey_1 \
+        --wording training --out "$folder.json"
+    "$python" -m tercet eval perplexity "$folder" --seq-len 8192 --sequences 128 --batch 8 --dtype bfloat16 \
+        > "$folder-perplexity.txt"
     ;;
 evals)
     run=$3/$kind

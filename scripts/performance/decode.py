@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from performance import results
-from performance.modes import LABELS, cell, correct, wins
+from performance.modes import LABELS, cell, wins
 from performance.results import Row, first, number, paragraph, ratio, rows, table, tokens
 
 
@@ -54,10 +54,9 @@ def decode_model() -> str:
 
 
 def model_ratio(mode: str, context: int, batch: int) -> float | None:
-    """A mode's tokens/s over dense's when decoding; None for dense, or if the training kernels failed their check. The
-    decode kernels are checked by the GPU tests alone."""
+    """A mode's tokens/s over dense's when decoding; None for dense, or if the kernels failed their check."""
     own, dense = (_row(name, context, batch).get("tokens_per_s") for name in (mode, "dense"))
-    if mode == "dense" or not own or not dense or correct(mode) is False:
+    if mode == "dense" or not own or not dense or not _row(mode, context, batch).get("correct", True):
         return None
     times: float = own / dense
     return times

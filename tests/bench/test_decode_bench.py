@@ -117,7 +117,7 @@ def test_the_attention_step_never_writes_past_its_caches(capsys, monkeypatch) ->
     monkeypatch.setattr(
         attention_step, "_make", lambda *_: SimpleNamespace(caches=caches, layer=SimpleNamespace(selector=None))
     )
-    monkeypatch.setattr(attention_step, "_error", lambda *_: 0.0)
+    monkeypatch.setattr(attention_step, "step_error", lambda *_: 0.0)
     monkeypatch.setattr(attention_step, "_nsa", step)
     monkeypatch.setattr(attention_step, "_dense", step)
     monkeypatch.setattr(attention_step, "_sdpa_ms", lambda *_: {})

@@ -8,9 +8,7 @@ the exit code is 1. The last line of output is one JSON object.
 
 from __future__ import annotations
 
-import copy
 import json
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +21,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tercet.attention.config import BRANCHES, NSAConfig
-from tercet.bench.decode_model import model_rows
+from tercet.bench.decode_model import correct as is_correct
+from tercet.bench.decode_model import model_rows, step_error
 from tercet.errors import UsageError
 from tercet.model.nsa import NativeSparseAttention
 
@@ -56,11 +55,12 @@ def main(
     correct = True
     if model_contexts:
         result["model"] = model_rows(preset, model_batches, model_contexts, steps, selector, settings)
+        correct = all(row.get("correct", True) for row in result["model"])
     if attention and not cuda:
         print("attention step skipped: it needs a GPU")
     elif attention:
         result["attention"] = attention_rows(HEADS[heads], batches, contexts, profile, selector or "compressed")
-        correct = all(row["correct"] for row in result["attention"])
+        correct &= all(row["correct"] for row in result["attention"])
     print(json.dumps({**result, "correct": correct}))
     return 0 if correct else 1
 
@@ -111,8 +111,8 @@ def _attention_at(
     config = NSAConfig()
     torch.manual_seed(0)
     made = _make(heads, config, batch, context, selector)
-    error = _error(made, batch)
-    correct = math.isfinite(error) and error <= 1e-2
+    error = step_error(made.layer, made.caches[0])
+    correct = is_correct(error)
     nsa = _graph_ms([_nsa(made, i) for i in range(len(made.caches))])
     read = float(made.caches[0].reads.double().mean())
     _rewind(made, context)
@@ -174,22 +174,6 @@ def _make(heads: tuple[int, int, int], config: NSAConfig, batch: int, context: i
     queries, keys, gates = normal(2 * G * size + 3 * H).split([G * size, G * size, 3 * H], -1)
     scored = (queries, keys) if size else None
     return _Caches(layer, caches, normal(H * D), normal(6 * G * D), normal(2 * G * D), gates, scored)
-
-
-@torch.no_grad()
-def _error(made: _Caches, batch: int) -> float:
-    """Relative error of one decode step on the kernels against the reference."""
-    layer, mine = made.layer, copy.copy(made.caches[0])
-    rows = torch.arange(min(batch, 2), device="cuda")
-    mine.take_rows(rows)
-    theirs = copy.deepcopy(mine)
-    x = torch.randn(len(rows), 1, layer.dim, device="cuda", dtype=torch.bfloat16)
-    layer.backend = "triton"
-    found = layer(x, cache=mine).double()
-    layer.backend = "reference"
-    wanted = layer(x, cache=theirs).double()
-    layer.backend = "auto"
-    return float((found - wanted).norm() / wanted.norm())
 
 
 def _nsa(made: _Caches, i: int) -> Callable[[], Any]:

@@ -1,8 +1,13 @@
-"""Benchmark decoding with a whole model: time to first token, tokens/s, cache size; NSA and dense."""
+"""Benchmark decoding with a whole model: time to first token, tokens/s, cache size; NSA and dense.
+
+On a GPU, a step of the first layer is compared with the reference before it is timed.
+"""
 
 from __future__ import annotations
 
+import copy
 import gc
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -11,11 +16,15 @@ from typing import Any
 import torch
 
 from tercet.inference.decoder import CachedDecoder
+from tercet.model.cache import Cache
+from tercet.model.nsa import NativeSparseAttention
 from tercet.model.transformer import Transformer
 
 _LONG = 131072
 # Prompt length of the warm-up before a long prompt.
 _WARM = 8192
+# Largest relative error of a decode step in bf16.
+ERROR_LIMIT = 1e-2
 
 
 def model_rows(
@@ -40,7 +49,7 @@ def model_rows(
     )
     print(
         f"{'kind':>6} {'context':>8} {'first token s':>14} {'batch':>6} {'tokens/s':>10} {'ms/step':>8} "
-        f"{'keys/token':>11} {'cache B/token':>14}  step"
+        f"{'keys/token':>11} {'cache B/token':>14} {'error':>8}  step"
     )
     models = {}
     for kind in kinds:
@@ -72,6 +81,10 @@ def _at(
         return
     held = sum(cache.nbytes() for cache in decoder.cache) / room
     row |= {"first_token_s": seconds, "cache_bytes_per_token": held}
+    layer = model.attention_layers()[0]
+    if token.is_cuda and isinstance(layer, NativeSparseAttention):
+        error = step_error(layer, decoder.cache[0])
+        row |= {"error": error, "correct": correct(error)}
     for batch in batches:
         row["batch"] = batch
         try:
@@ -88,6 +101,28 @@ def _at(
             "ms_per_step": ms, "tokens_per_s": 1e3 * batch / ms,
             "keys_per_token": None if read is None else read / batch, "graph": decoder.graph_reason or "captured",
         }  # fmt: skip
+
+
+@torch.no_grad()
+def step_error(layer: NativeSparseAttention, cache: Cache) -> float:
+    """Relative error of one decode step on the kernels against the reference, with random values in a copy of at most
+    two rows of the cache."""
+    mine = copy.copy(cache)
+    mine.take_rows(torch.arange(min(len(cache.lengths), 2), device=cache.lengths.device))
+    for store in mine._stores.values():
+        store.normal_()
+    theirs = copy.deepcopy(mine)
+    x = torch.randn(len(mine.lengths), 1, layer.dim, device=mine.lengths.device, dtype=torch.bfloat16)
+    layer.backend = "triton"
+    found = layer(x, cache=mine).double()
+    layer.backend = "reference"
+    wanted = layer(x, cache=theirs).double()
+    layer.backend = "auto"
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def correct(error: float) -> bool:
+    return math.isfinite(error) and error <= ERROR_LIMIT
 
 
 def _first_token(
@@ -113,9 +148,10 @@ def _line(row: dict[str, Any]) -> str:
     begin = f"{row['kind']:>6} {row['context']:8d}"
     if "out_of_memory" in row:
         return f"{begin} {'':14} {row['batch']:6d} out of memory"
+    error = f"{row['error']:.1e}" if row.get("correct") else "WRONG" if "error" in row else "–"
     return (
         f"{begin} {row['first_token_s']:14.4f} {row['batch']:6d} {row['tokens_per_s']:10.1f} {row['ms_per_step']:8.3f} "
-        f"{row['keys_per_token'] or 0:11,.0f} {row['cache_bytes_per_token']:14.1f}  graph: {row['graph']}"
+        f"{row['keys_per_token'] or 0:11,.0f} {row['cache_bytes_per_token']:14.1f} {error:>8}  graph: {row['graph']}"
     )
 
 
