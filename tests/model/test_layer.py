@@ -186,6 +186,17 @@ def test_compress_selected_keys_drops_the_compressed_key_projection():
     assert not layer.project(x, None)[1].any()
 
 
+@pytest.mark.parametrize("options", [
+    {"selector": "learned", "branches": ("selected", "window")}, {"shared_kv": True}, {"compress_selected_keys": True},
+], ids=str)  # fmt: skip
+def test_keys_that_several_branches_share_are_normalised_once(options):
+    layer, calls = make(qk_norm=True, **options), []
+    for norm in layer.k_norms:
+        norm.register_forward_hook(lambda norm, *_: calls.append(norm))
+    layer(sequence(29))
+    assert calls == list(layer.k_norms)
+
+
 def test_shared_kv_and_compress_selected_keys_exclude_each_other():
     with pytest.raises(ValueError, match="shared_kv=True and compress_selected_keys=True were both given"):
         make(shared_kv=True, compress_selected_keys=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -260,17 +261,17 @@ class NativeSparseAttention(SelectingLayer):
         q = q.view(batch, length, self.heads, self.head_dim)
         if self.q_norm is not None:
             q = self.q_norm(q)
-        keys = {b: k.view(batch, length, self.kv_heads, self.head_dim) for b, k in flat_keys.items()}
-        values = {b: v.view(batch, length, self.kv_heads, self.value_dim) for b, v in flat_values.items()}
+        key_sets = [k.view(batch, length, self.kv_heads, self.head_dim) for k in flat_keys]
+        value_sets = [v.view(batch, length, self.kv_heads, self.value_dim) for v in flat_values]
         if self.k_norms is not None:
-            norms = dict(zip(BRANCHES, self.per_branch(tuple(self.k_norms)), strict=True))
-            keys = {branch: norms[branch](k) for branch, k in keys.items()}
+            key_sets = [norm(k) for norm, k in zip(self.k_norms, key_sets, strict=True)]
+        keys, values = self._by_branch(key_sets), self._by_branch(value_sets)
         rotated = {"selected": rotate(keys["selected"], cos_sin)}
         rotated["window"] = rotated["selected"] if self.shared_kv else rotate(keys["window"], cos_sin)
         return rotate(q, cos_sin), keys["compressed"], rotated, values
 
-    def _project_flat(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """q, and keys and values by branch, all flat: [B, T, heads · size]."""
+    def _project_flat(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """q, and the sets of keys and of values, all flat: [B, T, heads · size]."""
         sizes = self.kv_rows
         q = self.q_proj(x)
         if self.shared_kv or not torch.is_grad_enabled() or not are_plain(self.kv_proj):
@@ -289,14 +290,11 @@ class NativeSparseAttention(SelectingLayer):
                 bias = None if biases is None else torch.cat([biases[i] for i in group])
                 found |= zip(group, F.linear(x, weight, bias).split([sizes[i] for i in group], dim=-1), strict=True)
             parts = tuple(found[i] for i in range(len(sizes)))
-        return q, *self._by_branch(parts)
+        return q, *self._keys_and_values(parts)
 
-    def _by_branch(self, parts: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Keys and values by branch, from the parts of kv_proj's output (`kv_rows`)."""
-        keys, values = (
-            dict(zip(BRANCHES, self.per_branch(sets), strict=True)) for sets in self._keys_and_values(parts)
-        )
-        return keys, values
+    def _by_branch(self, sets: Iterable[Tensor]) -> dict[str, Tensor]:
+        """The set of keys, or of values, that each branch reads."""
+        return dict(zip(BRANCHES, self.per_branch(tuple(sets)), strict=True))
 
     def _keys_and_values(self, parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Which parts of kv_proj's output, in the order of `kv_rows`, are keys and which are values."""
@@ -379,8 +377,8 @@ class NativeSparseAttention(SelectingLayer):
 
     def _raw_compressed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the compressed branch before φ: [B, T, G, D] each."""
-        parts = self._by_branch(self.kv_proj(x).split(self.kv_rows, dim=-1))
-        k, v = (each["compressed"].unflatten(-1, (self.kv_heads, -1)) for each in parts)
+        sets = self._keys_and_values(self.kv_proj(x).split(self.kv_rows, dim=-1))
+        k, v = (each[0].unflatten(-1, (self.kv_heads, -1)) for each in sets)
         return k if self.k_norms is None else self.k_norms[0](k), v
 
     def _absent(self) -> int:
