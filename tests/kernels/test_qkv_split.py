@@ -240,6 +240,8 @@ TIED = {"compress_selected_keys": True, "compression": "mean", "config": APART}
         ({"shared_kv": True}, None, False),
         ({"shared_kv": True}, [0, 3, 20, 20, 38], True),
         (TIED, [0, 3, 20, 20, 38], False),
+        # the chunks for compressed tokens are laid out, but nothing reads them
+        ({"shared_kv": True, **UNCOMPRESSED}, [0, 3, 20, 20, 38], False),
     ],
 )
 def test_a_layer_with_shared_keys_equals_the_reference(
