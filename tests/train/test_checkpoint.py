@@ -290,6 +290,13 @@ def test_without_any_checkpoint_auto_finds_none_and_a_path_is_an_error(tmp_path:
         resume.find_checkpoint(str(tmp_path), tmp_path, verify=True)
 
 
+def test_a_folder_of_imported_weights_is_not_a_run(tmp_path: Path) -> None:
+    for name in ("config.toml", "model.safetensors"):
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=r"train.init_from=.* imported weights.*--train.init_from .*safetensors"):
+        resume.find_initial(tmp_path, verify=True)
+
+
 def test_leftovers_of_a_crash_are_not_checkpoints_and_are_removed(tmp_path: Path) -> None:
     path = save(tmp_path, 1, *build())
     (tmp_path / ".writing-step-00000002").mkdir()
@@ -371,7 +378,7 @@ def test_a_model_of_another_shape_is_refused_with_the_parameter(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("live", "stored", "message"),
     [
-        ("model.a.selector.q", "", r"it lacks model.a.selector.q: tercet import hf adds them \(--selector learned\)"),
+        ("model.a.selector.q", "", "it lacks model.a.selector.q: .*: set model.selector to compressed"),
         ("", "model.a.selector.q", "it has extra model.a.selector.q: set model.selector to learned"),
         ("optimizer.state.a", "", "it lacks optimizer.state.a: .* other parameters, drop train.init_state"),
     ],

@@ -130,7 +130,11 @@ def _fix(problem: str, names: Sequence[str]) -> str:
     if all(name.startswith(OPTIMIZER) for name in names):
         return ": it was saved by a run that trained other parameters, drop train.init_state"
     if problem == "lacks" and all(".selector." in name for name in names):
-        return ": tercet import hf adds them (--selector learned), or set model.selector to compressed"
+        return (
+            ": these weights have no learned selectors: set model.selector to compressed, or train a new model without "
+            "train.init_from (dense and block-sparse models can get selectors: export them with --format llama, then "
+            "tercet import hf FOLDER OUT --attention block-sparse --selector learned)"
+        )
     if problem == "has extra" and all(".selector." in name for name in names):
         return ": set model.selector to learned"
     return ""

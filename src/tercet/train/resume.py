@@ -81,8 +81,7 @@ def _check_vocabulary(size: int, source: Path) -> None:
     """Raise if train.init_from names a run with another vocabulary, the usual reason why weights do not fit."""
     if source.suffix == ".safetensors":
         return
-    found = find_checkpoint(str(source), source, verify=False)
-    assert found is not None
+    found = find_initial(source, verify=False)
     with damaged_state(found):
         saved = found.run_state["config"]["model"]["vocab_size"]
     if saved != size:
@@ -184,6 +183,16 @@ def find_checkpoint(resume: str, checkpoints: Path, *, verify: bool) -> FoundChe
     return None
 
 
+def find_initial(source: Path, *, verify: bool) -> FoundCheckpoint:
+    """The checkpoint that train.init_from names."""
+    try:
+        found = find_checkpoint(str(source), source, verify=verify)
+    except CheckpointError as error:
+        raise type(error)(f"train.init_from={source}: {error}") from None
+    assert found is not None
+    return found
+
+
 def damaged_state(found: FoundCheckpoint) -> AbstractContextManager[None]:
     """Turn errors from wrong values in the run state into a one-line CheckpointError."""
     return one_line_errors(CheckpointError, f"{found.path}: {manifest.RUN_STATE} is damaged: restore it from a backup")
@@ -211,6 +220,11 @@ def _resolve(path: Path) -> Path:
         raise WrongCheckpoint(
             f"{path} is a model folder of transformers, not a run: convert it with `{command}`, then train with "
             "--config OUT/config.toml"
+        )
+    if (path / "config.toml").is_file() and (path / "model.safetensors").is_file():
+        raise WrongCheckpoint(
+            f"{path} holds imported weights, not a run: train with --config {path}/config.toml, or start from "
+            f"--train.init_from {path}/model.safetensors"
         )
     raise WrongCheckpoint(
         f"{path} is neither a checkpoint folder (with {manifest.MANIFEST}) nor a run folder that has one"

@@ -239,11 +239,7 @@ def _load_initial_weights(state: TrainState, config: RunConfig) -> None:
         checkpoint.load_weights_file(path, state.model)
         state.parent = {"path": str(path)}
         return
-    try:
-        found = resume.find_checkpoint(str(path), path, verify=config.checkpoint.verify)
-    except manifest.CheckpointError as error:
-        raise type(error)(f"train.init_from={path}: {error}") from None
-    assert found is not None
+    found = resume.find_initial(path, verify=config.checkpoint.verify)
     with resume.damaged_state(found):
         saved = found.run_state["config"]["train"].get("optimizer", "adamw")  # missing in old checkpoints
         if optimizer is not None and saved != config.train.optimizer:
