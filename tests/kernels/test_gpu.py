@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import tercet
 from tercet.attention import kernels
 from tercet.attention.functional import NSAInputs, run_nsa
-from tercet.attention.layout import Layout, Packing, Span
+from tercet.attention.layout import KernelLayout, Packing, Span
 from tercet.bench.attention import Shape, check_rows, make_inputs, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -246,7 +246,7 @@ def test_blocks_are_chosen_as_in_fp64_at_every_magnitude(dtype: torch.dtype, std
     torch.manual_seed(0)
     q = (torch.randn(1, 2048, heads, 64, device="cuda") * std).to(dtype)
     k, v = torch.randn(2, 1, config.num_compressed(2048), 1, 64, device="cuda", dtype=dtype)
-    found = kernels.select_by_keys(q, k, config, Layout())
+    found = kernels.select_by_keys(q, k, config, KernelLayout())
     _, exact = tercet.compressed_attention(q.double(), k.double(), v.double(), config=config)
     same = (found[..., :, None] == exact[..., None, :]).any(-1)
     assert (~same).float().mean() <= 5e-4

@@ -13,7 +13,7 @@ import tercet
 from cases import attend, inputs
 from tercet.attention import kernels
 from tercet.attention.kernels.table import Launch
-from tercet.attention.layout import Layout
+from tercet.attention.layout import KernelLayout
 
 pytestmark = pytest.mark.interpreter
 
@@ -75,11 +75,11 @@ def test_branches_without_a_gate_are_differentiable() -> None:
 
     for k, v, call, right in (
         (
-            x.ks, x.vs, lambda q, k, v: kernels.attend_selected(q, k, v, given, CONFIG, Layout()),
+            x.ks, x.vs, lambda q, k, v: kernels.attend_selected(q, k, v, given, CONFIG, KernelLayout()),
             lambda q, k, v: reference.selected_attention(q, k, v, given, CONFIG),
         ),
         (
-            x.kw, x.vw, lambda q, k, v: kernels.attend_window(q, k, v, CONFIG, Layout()),
+            x.kw, x.vw, lambda q, k, v: kernels.attend_window(q, k, v, CONFIG, KernelLayout()),
             lambda q, k, v: reference.window_attention(q, k, v, CONFIG),
         ),
     ):  # fmt: skip

@@ -16,7 +16,7 @@ from tercet.attention.kernels.decode.scores import select_blocks as decode_selec
 from tercet.attention.kernels.launch import LOG2E
 from tercet.attention.kernels.scores import largest, select
 from tercet.attention.kernels.varlen import Documents, compressed_bounds
-from tercet.attention.layout import Layout
+from tercet.attention.layout import KernelLayout
 from tercet.bench import attention
 
 pytestmark = pytest.mark.interpreter
@@ -85,7 +85,7 @@ def test_packed_documents_equal_documents_one_by_one() -> None:
     cfg = config(select_count=3, select_local=1)
     lengths = (35, 0, 3, 50)
     x = inputs(cfg, 88, groups=1, per_group=1, key_size=16, value_size=16, documents=lengths, dtype=torch.float32)
-    _, chosen = nsa(*x.tensors(), cfg, Layout(cu(lengths)), branches=("compressed",), select=True)
+    _, chosen = nsa(*x.tensors(), cfg, KernelLayout(cu(lengths)), branches=("compressed",), select=True)
     token = compressed = 0
     for n in lengths:
         m = cfg.num_compressed(n)

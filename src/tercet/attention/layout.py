@@ -344,7 +344,7 @@ def why_no_query_range(span: Span, packing: Packing | None, branches: tuple[str,
     return None
 
 
-class Layout(NamedTuple):
+class KernelLayout(NamedTuple):
     """Where the queries and keys of a call are, as the kernels read it (kernels/ops.py)."""
 
     cu_seqlens: Tensor | None = None  # [documents + 1], or [3, documents + 1] with a row per branch
@@ -355,19 +355,19 @@ class Layout(NamedTuple):
 
 def kernel_layout(
     q: Tensor, packing: Packing | None, span: Span, k_selected: Tensor | None = None, k_window: Tensor | None = None
-) -> Layout:
-    """The Layout of a call that reads these keys; k_window: k_selected by default."""
+) -> KernelLayout:
+    """The KernelLayout of a call that reads these keys; k_window: k_selected by default."""
     offsets: Sequence[int] = ()
     if span is not WHOLE:
         # length of the whole sequence, and the first query's index among compressed, selected and window keys
         whole = span.first_query + q.shape[1] if packing is None else packing.length
         offsets = [whole, span.first_query, span.first_query - span.first_key, span.first_query - span.first_window_key]
     if packing is None:
-        return Layout(span=offsets)
+        return KernelLayout(span=offsets)
     bounds = packing.cu_seqlens
     if span is not WHOLE and k_selected is not None:
         bounds = _key_bounds(k_selected, k_selected if k_window is None else k_window, span, packing)
-    return Layout(bounds, offsets, packing.compressed_cu_seqlens, packing.max_seqlen)
+    return KernelLayout(bounds, offsets, packing.compressed_cu_seqlens, packing.max_seqlen)
 
 
 def _key_bounds(k_selected: Tensor, k_window: Tensor, span: Span, packing: Packing) -> Tensor:

@@ -36,7 +36,7 @@ from tercet.attention.kernels.ops import (
 )
 from tercet.attention.kernels.selected.launch import Saved
 from tercet.attention.kernels.varlen import compressed_bounds
-from tercet.attention.layout import Layout
+from tercet.attention.layout import KernelLayout
 
 _INPUTS = TENSORS + len(Numbers._fields)  # of nsa_attend
 _NO_GRADIENT = (None,) * (_INPUTS - GRADIENTS)  # for the inputs after the first eight
@@ -191,7 +191,7 @@ def nsa(
     vw: Tensor,
     gates: Tensor,
     config: NSAConfig,
-    layout: Layout = Layout(),  # noqa: B008  a named tuple
+    layout: KernelLayout = KernelLayout(),  # noqa: B008  a named tuple
     branches: tuple[str, ...] = BRANCHES,
     block_indices: Tensor | None = None,
     select: bool = False,
@@ -234,7 +234,7 @@ def nsa(
     return out if output is None else project(out, *output), block_indices
 
 
-def select_by_keys(q: Tensor, keys: Tensor, config: NSAConfig, layout: Layout) -> Tensor:
+def select_by_keys(q: Tensor, keys: Tensor, config: NSAConfig, layout: KernelLayout) -> Tensor:
     """block_indices by the scores of compressed keys, without the output of compressed attention."""
     ops, numbers = _call(config, layout)
     cu, ccu = layout.cu_seqlens, _compressed_bounds(layout, config, ops)
@@ -243,7 +243,7 @@ def select_by_keys(q: Tensor, keys: Tensor, config: NSAConfig, layout: Layout) -
         return ops.keep_selection(ops.nsa_select(q, keys, lse, cu, ccu, *numbers))
 
 
-def select_by_tokens(q: Tensor, keys: Tensor, config: NSAConfig, layout: Layout) -> Tensor:
+def select_by_tokens(q: Tensor, keys: Tensor, config: NSAConfig, layout: KernelLayout) -> Tensor:
     """block_indices by a selector's queries and keys, one of each per token and group."""
     ops, numbers = _call(config, layout)
     with torch.no_grad():
@@ -251,32 +251,32 @@ def select_by_tokens(q: Tensor, keys: Tensor, config: NSAConfig, layout: Layout)
 
 
 def attend_selected(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, layout: Layout
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, layout: KernelLayout
 ) -> Tensor:
     """The selected branch alone, without a gate."""
     return _attend_alone(Tensors(q, ks=k, vs=v, block_indices=block_indices, cu=layout.cu_seqlens), config, layout)
 
 
-def attend_window(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, layout: Layout) -> Tensor:
+def attend_window(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, layout: KernelLayout) -> Tensor:
     """The window branch alone, without a gate."""
     return _attend_alone(Tensors(q, kw=k, vw=v, cu=layout.cu_seqlens), config, layout)
 
 
-def _attend_alone(x: Tensors, config: NSAConfig, layout: Layout) -> Tensor:
+def _attend_alone(x: Tensors, config: NSAConfig, layout: KernelLayout) -> Tensor:
     ops, numbers = _call(config, layout)
     if ops is _Direct:
         return _Attend.apply(*x, *numbers, False, False)[0]
     return ops.nsa_attend(*x, *numbers)[0]
 
 
-def _call(config: NSAConfig, layout: Layout) -> tuple[Any, tuple[Any, list[int], int | None]]:
+def _call(config: NSAConfig, layout: KernelLayout) -> tuple[Any, tuple[Any, list[int], int | None]]:
     """The ops to call, and their Numbers."""
     watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     ops = torch.ops.tercet if watched else _Direct
     return ops, (sizes_of(config) if watched else config, list(layout.span), layout.max_seqlen)
 
 
-def _compressed_bounds(layout: Layout, config: NSAConfig, ops: Any) -> Tensor | None:
+def _compressed_bounds(layout: KernelLayout, config: NSAConfig, ops: Any) -> Tensor | None:
     """Bounds of the compressed tokens, which are those of whole sequences."""
     if layout.cu_seqlens is None or layout.compressed_cu_seqlens is not None:
         return layout.compressed_cu_seqlens

@@ -301,7 +301,7 @@ def heads_apart(
     """[q, ks, vs, kw, vw, chunks, logits] of a projection y; [q, k, v, chunks, logits] with one set of keys and values.
 
     `sizes`: H, G, D, d and the number of key sets. `there`, `is_there`: which tokens of packed documents go where in
-    the chunks (layout.Rearrangement); None where chunks are simply every d tokens."""
+    the chunks (layout.RowMap); None where chunks are simply every d tokens."""
     parts = _parts_like(y, sizes)
     seven = parts if len(parts) == 7 else [*parts[:3], None, None, *parts[3:]]
     _launch(y.contiguous(), seven, cos, sin, there, is_there, sizes, back=False)
