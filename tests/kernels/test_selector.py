@@ -35,12 +35,12 @@ def test_a_layer_chooses_and_learns_like_the_reference(bounds: torch.Tensor | No
     )
     layer.init_weights(0.3, 0.1)
     x = torch.randn(1, 90, 32)
-    taught = sample_queries(torch.arange(90)[None], 16)
+    sampled = sample_queries(torch.arange(90)[None], 16)
     found = {}
     for backend in ("reference", "triton"):
         layer.backend = backend
         layer.zero_grad()
-        y = layer(x, cu_seqlens=bounds, taught=taught)
+        y = layer(x, cu_seqlens=bounds, sampled=sampled)
         y.sum().backward()
         found[backend] = y.detach(), [p.grad.clone() for p in layer.selector.parameters()]
     torch.testing.assert_close(found["triton"][0], found["reference"][0], rtol=1e-4, atol=1e-5)

@@ -83,7 +83,7 @@ def test_the_kernels_choose_the_references_blocks() -> None:
     chosen = []
     layer.stats.update = lambda gates, block_indices, packing: chosen.append(block_indices)  # type: ignore[method-assign]
     for layer.backend in ("triton", "reference"):
-        layer(x, taught=sample_queries(torch.arange(4096, device="cuda")[None], 128))
+        layer(x, sampled=sample_queries(torch.arange(4096, device="cuda")[None], 128))
     assert (chosen[0] != chosen[1]).float().mean() < 5e-4
 
 

@@ -120,7 +120,7 @@ def test_a_learned_selector_chooses_and_learns_in_short_and_long_sequences():
         layer = make(selector="learned", selector_dim=6)
         x = torch.randn(1, length, 12, dtype=torch.float64)
         layer.stats.enabled = True
-        layer(x, taught=torch.arange(length)).sum().backward()
+        layer(x, sampled=torch.arange(length)).sum().backward()
         grads = [p.grad for p in layer.selector.parameters()]
         # below REACH every block is read; those that would be free to choose still teach
         assert all(g is not None and bool(g.any()) == (length == 60) for g in grads)

@@ -33,7 +33,7 @@ def make_layer(config: tercet.NSAConfig = NSA, **options: object) -> tercet.Nati
 def make_model(**options: object) -> Transformer:
     sizes = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_dim": 64, "init_std": 0.2}
     model = Transformer(ModelConfig(**sizes, nsa=NSA, selector="learned", selector_dim=16, **options))
-    model.taught_every = 4
+    model.selector_every = 4
     return model.train()
 
 
@@ -278,7 +278,7 @@ def test_a_selector_learns_to_choose_what_attention_reads() -> None:
     masses = []
     for _ in range(40):
         x = torch.nn.functional.one_hot(torch.randint(0, 32, (2, 160)), 32).float()
-        layer(x, taught=sample_queries(x.argmax(-1), 8)).sum().backward()
+        layer(x, sampled=sample_queries(x.argmax(-1), 8)).sum().backward()
         optimizer.step()
         layer.zero_grad()
         masses.append(layer.stats.read())

@@ -86,13 +86,13 @@ class BlockSparseAttention(SelectingLayer, DenseAttention):
     # ------------------------------------------------------------ whole sequences
 
     def _forward_sequence(
-        self, x: Tensor, packing: Packing | None, rope: RopeCache | None, taught: Tensor | None
+        self, x: Tensor, packing: Packing | None, rope: RopeCache | None, sampled: Tensor | None
     ) -> Tensor:
         positions = None if packing is None else packing.position
         q, k, v = self.project(x, positions, None if rope is None else rope.tokens)
         longest = x.shape[1] if packing is None else packing.max_seqlen
-        # without a choice, blocks are selected only to count them or to teach the selector
-        wanted = self.stats.enabled or (self.selector is not None and taught is not None)
+        # without a choice, blocks are selected only to count them or for the selector's loss
+        wanted = self.stats.enabled or (self.selector is not None and sampled is not None)
         chooses = wanted or longest > self.reads_all_below
         scored = None
         if self.selector is not None and chooses:
@@ -102,8 +102,8 @@ class BlockSparseAttention(SelectingLayer, DenseAttention):
             selector=scored, select=wanted,
         )  # fmt: skip
         self.stats.update(None, block_indices, packing)
-        if taught is not None and block_indices is not None:
-            out = self.teach(out, x, scored, q, k, taught, block_indices, packing, self.backend)
+        if sampled is not None and block_indices is not None:
+            out = self.with_selector_loss(out, x, scored, q, k, sampled, block_indices, packing, self.backend)
         return self.o_proj(out.flatten(2))
 
     # ------------------------------------------------------------ new tokens after a cache

@@ -71,7 +71,7 @@ class DenseAttention(AttentionLayer):
         return rotate(q, cos_sin), rotate(k, cos_sin), v
 
     def _forward_sequence(
-        self, x: Tensor, packing: Packing | None, rope: RopeCache | None, taught: Tensor | None
+        self, x: Tensor, packing: Packing | None, rope: RopeCache | None, sampled: Tensor | None
     ) -> Tensor:
         positions = None if packing is None else packing.position
         q, k, v = self.project(x, positions, None if rope is None else rope.tokens)

@@ -127,7 +127,7 @@ class AttentionLayer(nn.Module):
         lengths: Tensor | None = None,
         rope: RopeCache | None = None,
         max_seqlen: int | None = None,
-        taught: Tensor | None = None,
+        sampled: Tensor | None = None,
     ) -> Tensor:
         """x: [B, T, dim] -> [B, T, dim].
 
@@ -138,7 +138,7 @@ class AttentionLayer(nn.Module):
         rope        cos/sin of this pass, if the caller computed them for all layers (`rope.rope_cache`); with a cache:
                     only if it is empty
         max_seqlen  with cu_seqlens: upper bound on document length, T by default. A tight bound saves the kernels work
-        taught      int64 [S]: flat indices of the queries on which the loss of a learned selector is computed in this
+        sampled     int64 [S]: flat indices of the queries on which the loss of a learned selector is computed in this
                     pass, or on which the statistics measure how well blocks are chosen
         """
         if x.dim() != 3 or x.shape[-1] != self.dim:
@@ -153,10 +153,10 @@ class AttentionLayer(nn.Module):
             # a layer without a config has no compressed tokens
             count = 0 if self.config is None else None
             cu_seqlens = make_packing(cu_seqlens, x, self.config or NSAConfig(), count, max_seqlen)
-        return self._forward_sequence(x, cu_seqlens, rope, taught)
+        return self._forward_sequence(x, cu_seqlens, rope, sampled)
 
     def _forward_sequence(
-        self, x: Tensor, packing: Packing | None, rope: RopeCache | None, taught: Tensor | None
+        self, x: Tensor, packing: Packing | None, rope: RopeCache | None, sampled: Tensor | None
     ) -> Tensor:
         raise NotImplementedError
 

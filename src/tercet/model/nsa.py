@@ -173,7 +173,7 @@ class NativeSparseAttention(SelectingLayer):
     # ------------------------------------------------------------ whole sequences
 
     def _forward_sequence(
-        self, x: Tensor, packing: Packing | None, rope: RopeCache | None, taught: Tensor | None
+        self, x: Tensor, packing: Packing | None, rope: RopeCache | None, sampled: Tensor | None
     ) -> Tensor:
         rope = rope_cache(self.rotary, x, packing, self.config) if rope is None else rope
         inputs = self.inputs(x, packing, rope)
@@ -187,9 +187,9 @@ class NativeSparseAttention(SelectingLayer):
             block_indices=random,
         )  # fmt: skip
         self.stats.update(inputs.gates, block_indices, packing)
-        if taught is not None and block_indices is not None:
+        if sampled is not None and block_indices is not None:
             q, k = inputs.q, inputs.k_selected
-            out = self.teach(out, x, scored, q, k, taught, block_indices, packing, self._route[0])
+            out = self.with_selector_loss(out, x, scored, q, k, sampled, block_indices, packing, self._route[0])
         return out if fuse_output else self.o_proj(out.flatten(2))
 
     def inputs(self, x: Tensor, packing: Packing | None, rope: RopeCache) -> NSAInputs:

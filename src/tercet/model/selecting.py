@@ -30,7 +30,7 @@ class SelectingLayer(AttentionLayer):
     def selector_size(self) -> int:
         return 0 if self.selector is None else self.selector.size
 
-    def teach(
+    def with_selector_loss(
         self, out: Tensor, x: Tensor, scored: Scorer | None, q: Tensor, k: Tensor, rows: Tensor, block_indices: Tensor,
         packing: Packing | None, backend: str,
     ) -> Tensor:  # fmt: skip

@@ -145,13 +145,13 @@ class BlockSelector(nn.Module):
         if measure or self.teacher == "selected":
             chosen = _chosen(block_indices, self.config.num_blocks(queries.longest))
         among = chosen if self.teacher == "selected" else None
-        teacher = _teach(q, k, queries, self.config, among=among, backend=backend)
+        teacher = _find_teacher(q, k, queries, self.config, among=among, backend=backend)
         selector_q = self.queries(x, queries.position)
         blocks, block = teacher.free.shape[-1], self.config.select_block
         scores = block_lse(selector_q, selector_k, queries.row, queries.position, blocks, block, backend)[:, :, 0]
-        taught = teacher.free[:, None] if among is None else teacher.free[:, None] & among
+        compared = teacher.free[:, None] if among is None else teacher.free[:, None] & among
         # a finite mask: a query without such blocks has no teacher either
-        student = scores.masked_fill(~taught, -1e30).log_softmax(-1)
+        student = scores.masked_fill(~compared, -1e30).log_softmax(-1)
         kl = (torch.special.xlogy(teacher.mass, teacher.mass) - teacher.mass * student).sum()
         # a mean over all sampled queries, even those without a choice, so that ranks and micro-batches weigh the same
         loss = kl / teacher.counted.numel()
@@ -268,7 +268,7 @@ def measure_choice(
     """
     queries = _locate(rows, q.shape[1], packing)
     q, block_indices = q.flatten(0, 1)[rows], block_indices.flatten(0, 1)[rows]
-    teacher = _teach(q, k.flatten(0, 1), queries, config)
+    teacher = _find_teacher(q, k.flatten(0, 1), queries, config)
     return _capture(teacher, _chosen(block_indices, teacher.free.shape[-1]), q.new_full((), torch.nan), config)
 
 
@@ -288,7 +288,7 @@ class _Teacher(NamedTuple):
 
 
 @torch.no_grad()
-def _teach(
+def _find_teacher(
     q: Tensor, k: Tensor, queries: SampledQueries, config: NSAConfig, *, among: Tensor | None = None,
     backend: str = "auto",
 ) -> _Teacher:  # fmt: skip

@@ -52,10 +52,10 @@ class Block(nn.Module):
         cache: Any = None,
         lengths: Tensor | None = None,
         rope: RopeCache | None = None,
-        taught: Tensor | None = None,
+        sampled: Tensor | None = None,
     ) -> Tensor:
         normed = self.attention_norm(x.detach() if self.frozen else x)
-        x = x + self.attention(normed, cu_seqlens=cu_seqlens, cache=cache, lengths=lengths, rope=rope, taught=taught)
+        x = x + self.attention(normed, cu_seqlens=cu_seqlens, cache=cache, lengths=lengths, rope=rope, sampled=sampled)
         return x + self.ffn(self.ffn_norm(x.detach() if self.frozen else x))
 
     def init_weights(self, std: float, residual_std: float) -> None:
@@ -85,7 +85,7 @@ class Transformer(nn.Module):
         for i, layer in enumerate(self.attention_layers()):
             if isinstance(layer, NativeSparseAttention) and layer.random_blocks is not None:
                 layer.random_blocks.layer = i
-        self.taught_every = 128  # in training, the loss of learned selectors is computed on one query in this many
+        self.selector_every = 128  # in training, the loss of learned selectors is computed on one query in this many
         self.init_weights()
 
     @torch.no_grad()
@@ -131,14 +131,14 @@ class Transformer(nn.Module):
         # Positions are those of a whole sequence. A single token is a decode step, whose kernels compute the angles.
         first = cache is None or (tokens.shape[1] > 1 and all(layer.is_empty for layer in cache))
         rope = self._rope_cache(tokens, packing) if first else None
-        taught = self._sample_queries(tokens, packing) if self.training and cache is None else None
+        sampled = self._sample_queries(tokens, packing) if self.training and cache is None else None
         for i, block in enumerate(self.blocks):
             if cache is not None:
                 x = block(x, packing, cache[i], lengths, rope)
                 continue
             if self.config.selector == "random" and rope is not None:
                 rope = rope._replace(layer=torch.full((), i, device=x.device))
-            x = block(x, packing, rope=rope, taught=taught)
+            x = block(x, packing, rope=rope, sampled=sampled)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -167,14 +167,14 @@ class Transformer(nn.Module):
     def _sample_queries(self, tokens: Tensor, packing: Any) -> Tensor | None:
         """Queries sampled in this pass for the loss of learned selectors, or to measure how well blocks are chosen."""
         if self.config.selector == "learned":
-            return sample_queries(tokens, self.taught_every)
+            return sample_queries(tokens, self.selector_every)
         # a context-parallel rank does not see all of the sequence
         layers = self.attention_layers() if packing is None or isinstance(packing, Packing) else []
         if not any(isinstance(layer, SelectingLayer) and layer.stats.enabled for layer in layers):
             return None
         # by length, not by tokens: the sample is then the same however sequences are spread over ranks
         length = tokens.shape[1] if packing is None else packing.max_seqlen
-        return sample_queries(tokens, max(1, min(self.taught_every, length // MEASURED_QUERIES)))
+        return sample_queries(tokens, max(1, min(self.selector_every, length // MEASURED_QUERIES)))
 
     def _rope_cache(self, tokens: Tensor, packing: Any) -> RopeCache | None:
         """cos/sin shared by all layers; None for a context-parallel shard, which has its own positions."""

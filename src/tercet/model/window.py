@@ -64,7 +64,7 @@ class WindowAttention(DenseAttention):
         }
 
     def _forward_sequence(
-        self, x: Tensor, packing: Packing | None, rope: RopeCache | None, taught: Tensor | None
+        self, x: Tensor, packing: Packing | None, rope: RopeCache | None, sampled: Tensor | None
     ) -> Tensor:
         positions = None if packing is None else packing.position
         q, k, v = self.project(x, positions, None if rope is None else rope.tokens)

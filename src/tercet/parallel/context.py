@@ -172,11 +172,11 @@ def _forward(
 ) -> Tensor:
     if not isinstance(cu_seqlens, ContextShard):
         return original(x, cu_seqlens, *args, **kwargs)
-    result: Tensor = sharded(layer, x, cu_seqlens, kwargs.get("taught"))
+    result: Tensor = sharded(layer, x, cu_seqlens, kwargs.get("sampled"))
     return result
 
 
-def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard, taught: Tensor | None) -> Tensor:
+def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard, sampled: Tensor | None) -> Tensor:
     """Selected keys are most of what is fetched: the branches that do not read them run while they are in flight."""
     q, raw_k, keys, values = layer.project(x, shard.position)
     pending: dict[str, PendingFetch] = {}
@@ -202,9 +202,9 @@ def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard, t
     layer.routes = {branch: nsa.routes[branch] for branch in layer.branches}
     _update_stats(layer, nsa.gates, nsa.indices, shard)
     out = torch.cat(nsa.outs, dim=1)
-    if selector_k is not None and taught is not None:
+    if selector_k is not None and sampled is not None:
         selected_k, _ = pending["selected"]()
-        out = _teach(layer, out, x, selector_k, q, selected_k, nsa.indices, taught, shard)
+        out = _with_selector_loss(layer, out, x, selector_k, q, selected_k, nsa.indices, sampled, shard)
     return layer.o_proj(out.flatten(2))
 
 
@@ -270,7 +270,9 @@ class _ShardedNSA:
         )  # fmt: skip
 
 
-def _block_sparse_forward(layer: BlockSparseAttention, x: Tensor, shard: ContextShard, taught: Tensor | None) -> Tensor:
+def _block_sparse_forward(
+    layer: BlockSparseAttention, x: Tensor, shard: ContextShard, sampled: Tensor | None
+) -> Tensor:
     q, k, v = layer.project(x, shard.position)
     pending = None if shard.by_blocks else _start_fetch(shard.fetch("selected"), k, v)
     selector_k = None
@@ -292,8 +294,8 @@ def _block_sparse_forward(layer: BlockSparseAttention, x: Tensor, shard: Context
     layer.routes = {"selected": Route(*results[0].route)}
     _update_stats(layer, None, indices, shard)
     out = torch.cat([result.out for result in results], dim=1)
-    if selector_k is not None and taught is not None:
-        out = _teach(layer, out, x, selector_k, q, keys, indices, taught, shard)
+    if selector_k is not None and sampled is not None:
+        out = _with_selector_loss(layer, out, x, selector_k, q, keys, indices, sampled, shard)
     return layer.o_proj(out.flatten(2))
 
 
@@ -325,17 +327,16 @@ def _choose_blocks(
     return found, keys
 
 
-def _teach(
+def _with_selector_loss(
     layer: SelectingLayer, out: Tensor, x: Tensor, selector_k: Tensor, q: Tensor, keys: Tensor,
-    indices: list[Tensor], taught: Tensor, shard: ContextShard,
+    indices: list[Tensor], sampled: Tensor, shard: ContextShard,
 ) -> Tensor:  # fmt: skip
-    """`out`, whose backward pass now also teaches the learned selector, as `SelectingLayer.teach` does: chunk by chunk,
-    since each has its own range of the fetched keys."""
+    """`SelectingLayer.with_selector_loss`, chunk by chunk, since each has its own range of the fetched keys."""
     assert layer.selector is not None
     packing, losses = shard.packing, []
     # the configuration ensures that all chunks have equally many of the sampled queries
-    sampled = taught.chunk(len(shard.chunks))
-    for chunk, own, block_indices in zip(shard.chunks, sampled, indices, strict=True):
+    sampled_by_chunk = sampled.chunk(len(shard.chunks))
+    for chunk, own, block_indices in zip(shard.chunks, sampled_by_chunk, indices, strict=True):
         tokens = chunk.ranges["selected"]
         row = own - chunk.rows.start
         token = chunk.first + row
@@ -349,7 +350,7 @@ def _teach(
     return attach_loss(out, torch.stack(losses).mean() * layer.selector.weight)
 
 
-def _dense_forward(layer: DenseAttention, x: Tensor, shard: ContextShard, taught: Tensor | None) -> Tensor:
+def _dense_forward(layer: DenseAttention, x: Tensor, shard: ContextShard, sampled: Tensor | None) -> Tensor:
     q, k, v = layer.project(x, shard.position)
     k, v = _start_fetch(shard.fetch("selected"), k, v)()
     outs = []
@@ -361,7 +362,7 @@ def _dense_forward(layer: DenseAttention, x: Tensor, shard: ContextShard, taught
     return layer.o_proj(torch.cat(outs, dim=1).flatten(2))
 
 
-def _window_forward(layer: WindowAttention, x: Tensor, shard: ContextShard, taught: Tensor | None) -> Tensor:
+def _window_forward(layer: WindowAttention, x: Tensor, shard: ContextShard, sampled: Tensor | None) -> Tensor:
     q, k, v = layer.project(x, shard.position)
     k, v = _start_fetch(shard.fetch("window"), k, v)()
     results = []

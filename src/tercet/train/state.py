@@ -132,7 +132,7 @@ def _configure_selectors(model: nn.Module, config: RunConfig) -> None:
         if isinstance(module, BlockSelector):
             module.weight = config.train.selector.weight / config.accumulation
         if isinstance(module, Transformer):
-            module.taught_every = config.train.selector.every
+            module.selector_every = config.train.selector.every
 
 
 def start_stage(state: TrainState, config: RunConfig) -> None:

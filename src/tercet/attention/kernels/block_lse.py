@@ -1,6 +1,6 @@
 """Log-sum-exp of the logits of sampled queries in every block: how much attention each block receives.
 
-Teaches learned selectors (model/selector.py): the teacher is the attention of the selected branch, whose log-sum-exps
+Trains learned selectors (model/selector.py): the teacher is the attention of the selected branch, whose log-sum-exps
 need no gradient; the student is the selector's own, and learns through them.
 
 Forward: one program per few sampled queries, KV head and range of blocks reads the keys of its blocks once for all of
