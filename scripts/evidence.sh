@@ -28,23 +28,8 @@ SMALL_RATES=${SMALL_RATES:-2.2e-3 4.4e-3 8.8e-3}
 # Of Muon's matrices; the rest learns with AdamW at LR. Its updates are scaled to AdamW's size (train.muon.adjust_lr_fn).
 MUON_RATES=${MUON_RATES:-1e-3 3e-3}
 
-flags_of() { # kind, length -> preset and flags
-    case $1 in
-    nsa) echo m7c ;;
-    learned) echo m7c --model.selector learned ;;
-    two-branch) echo m7c --model.selector learned --model.branches selected,window ;;
-    one-branch) echo m7c --model.selector learned --model.branches selected --model.shared_kv true --model.compress_selected_keys false ;;
-    block-sparse) echo m7c-block-sparse ;;
-    all-blocks)
-        [ "$2" -le 16384 ] || { echo "evidence: all-blocks at length $2: the kernels read at most 256 blocks, 16384 tokens" >&2; return 2; }
-        echo m7c --model.nsa.select_count $(($2 / 64))
-        ;;
-    random-blocks) echo m7c --model.selector random ;;
-    dense) echo m7c-dense ;;
-    dense-matched) echo m7c-dense --model.ffn_dim "$MATCHED" ;;
-    *) echo "evidence: kind $1 is unknown" >&2; return 2 ;;
-    esac
-}
+# shellcheck source=scripts/kinds.sh
+. "$(dirname "$0")/kinds.sh"
 
 of_corpus() { # field of the manifest
     "$python" -c 'import json, sys; m = json.load(open(sys.argv[1])); print({**m, **m["tokenizer"]}[sys.argv[2]])' "$corpus/manifest.json" "$1"
@@ -52,7 +37,7 @@ of_corpus() { # field of the manifest
 
 run() { # folder, kind, length, steps, flags: train it, or continue
     local folder=$1 kind=$2 length=$3 steps=$4 words tokenizer=byte
-    words=$(flags_of "$kind" "$length")
+    words=$(flags_of_kind "$kind" "$length")
     shift 4
     [ ! -f "$corpus/tokenizer.json" ] || tokenizer=$corpus/tokenizer.json
     # shellcheck disable=SC2086
@@ -171,7 +156,7 @@ production)
 parameters)
     for kind in nsa learned two-branch one-branch block-sparse all-blocks random-blocks dense dense-matched; do
         # shellcheck disable=SC2046
-        echo "$kind: $("$python" -m tercet plan --gpu H200 --preset $(flags_of "$kind" 8192) | grep ^parameters)"
+        echo "$kind: $("$python" -m tercet plan --gpu H200 --preset $(flags_of_kind "$kind" 8192) | grep ^parameters)"
     done
     ;;
 *) usage ;;

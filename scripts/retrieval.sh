@@ -16,22 +16,12 @@ set -euo pipefail
 usage() { sed -n '2,14p' "$0" >&2; exit 2; }
 [ $# -ge 3 ] || usage
 phase=$1 kind=$2
-python=${PYTHON:-python3}
+python=${PYTHON:-python3} MATCHED=2184
+# shellcheck source=scripts/kinds.sh
+. "$(dirname "$0")/kinds.sh"
 
 flags_of() { # kind -> preset and flags
-    case ${1%-plain} in
-    learned) echo m7c --model.selector learned ;;
-    two-branch) echo m7c --model.selector learned --model.branches selected,window ;;
-    two-branch-shared) echo m7c --model.selector learned --model.branches selected,window --model.shared_kv true --model.compress_selected_keys false ;;
-    compressed) echo m7c ;;
-    one-branch) echo m7c --model.selector learned --model.branches selected --model.shared_kv true --model.compress_selected_keys false ;;
-    block-sparse) echo m7c-block-sparse ;;
-    random) echo m7c --model.selector random ;;
-    all) echo m7c --model.nsa.select_count 128 ;;
-    dense) echo m7c-dense ;;
-    dense-matched) echo m7c-dense --model.ffn_dim 2184 ;;
-    *) usage ;;
-    esac
+    flags_of_kind "${1%-plain}" 8192 || usage
     [ "$1" != "${1%-plain}" ] || echo "--data.retrieval $SHARE"
 }
 
