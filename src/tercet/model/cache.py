@@ -200,12 +200,13 @@ class Cache:
         self._check_capacity(max(after))
         # a copy: self.lengths is updated in place, because CUDA graphs refer to it
         start = self.lengths.clone()
+        if lengths is None:
+            device_counts = torch.full((batch,), width, device=self.device)
+        else:  # a copy from the host, which waits for the device
+            device_counts = torch.tensor(counts, device=self.device)
         new = NewTokens(
             start=start,
-            # copied from the host only if rows differ: a copy to a device waits for it
-            counts=torch.full((batch,), width, device=self.device)
-            if lengths is None
-            else torch.tensor(counts, device=self.device),
+            counts=device_counts,
             # padding may reach past the longest row: clamp it to the stores
             positions=(start[:, None] + torch.arange(width, device=self.device)).clamp(max=max(after) - 1),
             longest=max(after),

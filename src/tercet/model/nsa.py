@@ -272,25 +272,34 @@ class NativeSparseAttention(SelectingLayer):
 
     def _project_flat(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
         """q, and the sets of keys and of values, all flat: [B, T, heads · size]."""
-        sizes = self.kv_rows
         q = self.q_proj(x)
         if self.shared_kv or not torch.is_grad_enabled() or not are_plain(self.kv_proj):
-            parts = self.kv_proj(x).split(sizes, dim=-1)
+            parts = self.kv_proj(x).split(self.kv_rows, dim=-1)
         else:
-            # For the backward pass the selected and window values are saved as they are, their keys rotated, and the
-            # compressed branch's by chunks. With one matmul for all, the saved values would keep the whole output
-            # alive, and one compiled kernel would assemble its gradient from all these layouts, at a quarter of the
-            # memory bandwidth.
-            weights = self.kv_proj.weight.split(sizes)
-            biases = None if self.kv_proj.bias is None else self.kv_proj.bias.split(sizes)
-            found: dict[int, Tensor] = {}
-            keys, values = self._keys_and_values(tuple(range(len(sizes))))
-            for group in filter(None, ((*keys[:-2], *values[:-2]), keys[-2:], values[-2:])):
+            parts = self._project_in_groups(x)
+        return q, *self._keys_and_values(parts)
+
+    def _project_in_groups(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The parts of kv_proj's output from one matmul each for the compressed branch, the keys of the selected and
+        window branches, and their values.
+
+        For the backward pass the selected and window values are saved as they are, their keys rotated, and the
+        compressed branch's by chunks. With one matmul for all, the saved values would keep the whole output alive, and
+        one compiled kernel would assemble its gradient from all these layouts, at a quarter of the memory bandwidth.
+        """
+        sizes = self.kv_rows
+        weights = self.kv_proj.weight.split(sizes)
+        biases = None if self.kv_proj.bias is None else self.kv_proj.bias.split(sizes)
+        keys, values = self._keys_and_values(tuple(range(len(sizes))))
+        compressed = (*keys[:-2], *values[:-2])  # none if nothing reads compressed tokens
+        parts: dict[int, Tensor] = {}
+        for group in (compressed, keys[-2:], values[-2:]):
+            if group:
                 weight = torch.cat([weights[i] for i in group])
                 bias = None if biases is None else torch.cat([biases[i] for i in group])
-                found |= zip(group, F.linear(x, weight, bias).split([sizes[i] for i in group], dim=-1), strict=True)
-            parts = tuple(found[i] for i in range(len(sizes)))
-        return q, *self._keys_and_values(parts)
+                product = F.linear(x, weight, bias)
+                parts |= zip(group, product.split([sizes[i] for i in group], dim=-1), strict=True)
+        return tuple(parts[i] for i in range(len(sizes)))
 
     def _by_branch(self, sets: Iterable[Tensor]) -> dict[str, Tensor]:
         """The set of keys, or of values, that each branch reads."""

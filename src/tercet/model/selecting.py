@@ -42,8 +42,8 @@ class SelectingLayer(AttentionLayer):
         if self.selector is None or scored is None:
             self.stats.update_choice(q, k, rows, block_indices, packing)
             return out
-        loss, captured = self.selector.loss_of_rows(
+        loss, quality = self.selector.loss_of_rows(
             x, scored[1], q, k, rows, block_indices, packing, measure=self.stats.enabled, backend=backend
         )
-        self.stats.update_selector(captured)
+        self.stats.update_selector(quality)
         return attach_loss(out, loss * self.selector.weight)

@@ -157,7 +157,7 @@ class BlockSelector(nn.Module):
         loss = kl / teacher.counted.numel()
         if not measure or chosen is None:
             return loss, None
-        return loss, _capture(teacher, chosen, kl.detach(), self.config)
+        return loss, _choice_quality(teacher, chosen, kl.detach(), self.config)
 
 
 class RandomBlocks:
@@ -179,6 +179,7 @@ class RandomBlocks:
         n, initial, local = config.select_count, config.select_initial, config.select_local
         position = position.long()[..., None, None]
         current, place = position // config.select_block, torch.arange(n, device=position.device)
+        # blocks 0 … current: what a query selects that has no more than n
         every = torch.where(place <= current, place, -1).expand(*position.shape[:-2], self.kv_heads, -1)
         blocks, slots = config.num_blocks(longest), n - initial - local
         if blocks <= n:
@@ -269,7 +270,8 @@ def measure_choice(
     queries = _locate(rows, q.shape[1], packing)
     q, block_indices = q.flatten(0, 1)[rows], block_indices.flatten(0, 1)[rows]
     teacher = _find_teacher(q, k.flatten(0, 1), queries, config)
-    return _capture(teacher, _chosen(block_indices, teacher.free.shape[-1]), q.new_full((), torch.nan), config)
+    chosen = _chosen(block_indices, teacher.free.shape[-1])
+    return _choice_quality(teacher, chosen, q.new_full((), torch.nan), config)
 
 
 def _locate(rows: Tensor, length: int, packing: Packing | None) -> SampledQueries:
@@ -306,10 +308,11 @@ def _find_teacher(
 
 
 @torch.no_grad()
-def _capture(teacher: _Teacher, chosen: Tensor, kl: Tensor, config: NSAConfig) -> ChoiceQuality:
+def _choice_quality(teacher: _Teacher, chosen: Tensor, kl: Tensor, config: NSAConfig) -> ChoiceQuality:
+    """chosen: bool [S, G, NB]; kl: summed over the queries."""
     mass, counted, free = teacher.mass.double(), teacher.counted, teacher.free
     count = counted.sum()
-    each = 1 / count.clamp(min=1).double()
+    each = 1 / count.clamp(min=1).double()  # weight of a query in the means
     slots = min(config.select_count - config.select_initial - config.select_local, free.shape[-1])
     best = mass.topk(slots, -1).values.sum() * each
     possible = (slots / free.sum(-1).clamp(min=1)).clamp(max=1)[:, None]

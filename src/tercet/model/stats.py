@@ -23,6 +23,7 @@ DISTANCE_BUCKETS = 21
 _GATES = (*(f"gate_share_{b}" for b in BRANCHES), "gate_entropy", "gate_max_share", "gate_collapse")
 _SELECTION = ("selected_blocks", "selected_distance", "selected_forced", "selected_overlap")
 _SELECTOR = ("selector_kl", "selector_mass", "selector_best", "selector_random")
+# The vector of sums: [(token, head) pairs, _GATES], [sum, count] of each of _SELECTION, [_SELECTOR, sampled queries]
 _SUMS = 1 + len(_GATES) + 2 * len(_SELECTION) + len(_SELECTOR) + 1
 
 
@@ -75,12 +76,12 @@ class AttentionStats:
             self._update(gates, block_indices, packing, positions, before)
 
     @torch.no_grad()
-    def update_selector(self, captured: ChoiceQuality | None) -> None:
+    def update_selector(self, quality: ChoiceQuality | None) -> None:
         """Count the loss of a learned selector, and the attention that its choice captures."""
-        if captured is None or not self.enabled or _recomputing():
+        if quality is None or not self.enabled or _recomputing():
             return
         with _hidden_from_checkpointing():
-            self._add_captured(captured)
+            self._add_quality(quality)
 
     @torch.no_grad()
     def update_choice(self, q: Tensor, k: Tensor, rows: Tensor, block_indices: Tensor, packing: Packing | None) -> None:
@@ -88,10 +89,10 @@ class AttentionStats:
         if not self.enabled or _recomputing():
             return
         with _hidden_from_checkpointing():
-            self._add_captured(measure_choice(q, k, rows, block_indices, packing, self.config))
+            self._add_quality(measure_choice(q, k, rows, block_indices, packing, self.config))
 
-    def _add_captured(self, captured: ChoiceQuality) -> None:
-        *means, queries = captured
+    def _add_quality(self, quality: ChoiceQuality) -> None:
+        *means, queries = quality
         count = queries.double()
         before = torch.zeros(_SUMS - len(_SELECTOR) - 1, dtype=torch.float64, device=count.device)
         self._add(torch.cat((before, torch.stack([mean.double() for mean in means]) * count, count[None])))
@@ -165,36 +166,47 @@ class AttentionStats:
     def _selection_sums(
         self, block_indices: Tensor, positions: Tensor | None, preceding: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        """Sum and count of each of _SELECTION, and the histogram of distances. preceding: as `before` in `update`."""
         length = block_indices.shape[1]
         t = torch.arange(length, device=block_indices.device) if positions is None else positions
-        c = (t // self.config.select_block).to(block_indices.dtype)[:, None, None]
+        current = (t // self.config.select_block).to(block_indices.dtype)[:, None, None]
         real = block_indices >= 0
         count = real.sum()
-        distance = torch.where(real, c - block_indices, 0)
+        distance = torch.where(real, current - block_indices, 0)
         forced = real & ((block_indices < self.config.select_initial) | (distance < self.config.select_local))
-        first = 1 if preceding is None else 0
-        before, after = block_indices[:, :-1], block_indices[:, first:]
-        if preceding is not None:
-            before = torch.cat((preceding, before), dim=1)
-        free = (real & ~forced)[:, first:]
-        chosen = free.sum(-1)
-        chooses = (t[first:] // self.config.select_block >= self.config.select_count)[:, None] & (chosen > 0)
-        kept = ((after[..., :, None] == before[..., None, :]).any(-1) & free).sum(-1)
-        overlap = torch.where(chooses, kept.double() / chosen.clamp(min=1), 0).sum()
         queries = real.shape[0] * real.shape[1] * real.shape[2]
-        # Count blocks at least as far back as each bucket's start. Integer comparisons: compiled into one loop, a
-        # logarithm would be recomputed for every bucket.
-        k = torch.arange(DISTANCE_BUCKETS, device=block_indices.device, dtype=block_indices.dtype)
-        bucket_start = (torch.ones_like(k) << k) >> 1  # 0, 1, 2, 4, …
-        reached = (torch.where(real, distance, -1).flatten()[:, None] >= bucket_start).sum(0)
-        histogram = reached - torch.nn.functional.pad(reached[1:], (0, 1))
         pairs = (
             (count, torch.full_like(count, queries)),
             (distance.sum(), count),
             (forced.sum(), count),
-            (overlap, chooses.sum()),
+            self._overlap(block_indices, t, real & ~forced, preceding),
         )
-        return torch.stack([number.double() for pair in pairs for number in pair]), histogram
+        sums = torch.stack([number.double() for pair in pairs for number in pair])
+        return sums, _distance_histogram(torch.where(real, distance, -1))
+
+    def _overlap(
+        self, block_indices: Tensor, t: Tensor, free: Tensor, preceding: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Sum and count of selected_overlap. free: which of the blocks were selected freely, [B, T, G, n]."""
+        before, after = block_indices[:, :-1], block_indices
+        if preceding is not None:
+            before = torch.cat((preceding, before), dim=1)
+        else:  # the first token has no previous one
+            after, free, t = after[:, 1:], free[:, 1:], t[1:]
+        chosen = free.sum(-1)
+        chooses = (t // self.config.select_block >= self.config.select_count)[:, None] & (chosen > 0)
+        kept = ((after[..., :, None] == before[..., None, :]).any(-1) & free).sum(-1)
+        return torch.where(chooses, kept.double() / chosen.clamp(min=1), 0).sum(), chooses.sum()
+
+
+def _distance_histogram(distance: Tensor) -> Tensor:
+    """How many blocks are in each bucket; a distance of -1 is in none."""
+    # Count blocks at least as far back as each bucket's start. Integer comparisons: compiled into one loop, a
+    # logarithm would be recomputed for every bucket.
+    k = torch.arange(DISTANCE_BUCKETS, device=distance.device, dtype=distance.dtype)
+    bucket_start = (torch.ones_like(k) << k) >> 1  # 0, 1, 2, 4, …
+    reached = (distance.flatten()[:, None] >= bucket_start).sum(0)
+    return reached - torch.nn.functional.pad(reached[1:], (0, 1))
 
 
 def _recomputing() -> bool:

@@ -341,11 +341,11 @@ def _with_selector_loss(
         row = own - chunk.rows.start
         token = chunk.first + row
         queries = SampledQueries(packing.position[token], token - tokens.first, packing.max_seqlen)
-        loss, captured = layer.selector.loss(
+        loss, quality = layer.selector.loss(
             x[0, own], q[0, own], block_indices[0, row], selector_k[0, tokens.rows], keys[0, tokens.rows], queries,
             measure=layer.stats.enabled, backend=layer.backend,
         )  # fmt: skip
-        layer.stats.update_selector(captured)
+        layer.stats.update_selector(quality)
         losses.append(loss)
     return attach_loss(out, torch.stack(losses).mean() * layer.selector.weight)
 

@@ -55,15 +55,6 @@ def header_lines(
     """(name, value) pairs to print before training. `vocab_size`: the tokenizer's."""
     train, model = config.train, config.model
     kinds = "+".join(sorted(set(model.attention_names)))
-    options = ["bf16 with fp32 weights" if precision_of(config, device) == "bf16" else "fp32"]
-    if uses_compile(config, device):
-        options.append("compiled blocks")
-    if uses_cuda_graph(config, device):
-        options.append("CUDA graphs if launch-bound" if train.cuda_graph == "auto" else "CUDA graphs")
-    if train.activation_checkpointing != "none":
-        options.append(f"{train.activation_checkpointing} activation checkpointing")
-    if config.run.deterministic:
-        options.append("deterministic")
     heads = f"{plural(model.heads, 'query head')}, {plural(model.kv_heads, 'KV head')}"
     sizes = f"{plural(model.layers, 'layer')} of {kinds}, dim {model.dim}, {heads}"
     tokens = quantity(config.total_tokens)
@@ -71,7 +62,7 @@ def header_lines(
     lines = [
         ("model", f"{quantity(parameters(model).total)} parameters{trains}: {sizes}"),
         ("data", f"{config.data.source}, tokenizer {config.data.tokenizer}, sequences of {_lengths(config)}"),
-        ("device", f"{device_name(device)}, {', '.join(options)}"),
+        ("device", f"{device_name(device)}, {', '.join(_execution(config, device))}"),
         ("strategy", f"{strategy.name}, {plural(strategy.world_size, 'rank')}"),
         *_step_lines(config),
         ("run", f"{plural(train.steps, 'step')}, {tokens} tokens, lr {train.lr:g} ({train.schedule}), in {folder}"),
@@ -85,15 +76,32 @@ def header_lines(
         lines.append(("started from", f"{train.init_state} of {state.parent['path']}"))
     if strategy.world_size == 1 and (available := _device_memory(device)) is not None:
         warning = shortage(config, precision_of(config, device), available, on_gpu=device.type == "cuda")
-        lines += [] if warning is None else [("warning", warning)]
+        if warning is not None:
+            lines.append(("warning", warning))
     if (warning := config.largest_shuffle.shuffle_warning(vocab_size, _host_memory())) is not None:
         lines.append(("warning", warning))
     if train.warmup_steps >= train.steps:
         lines.append(
             ("note", f"warmup_steps={train.warmup_steps} covers all {train.steps} steps: lr stays below its peak")
         )
-    lines += [("note", note)] if (note := _nothing_to_select(config)) else []
+    if note := _nothing_to_select(config):
+        lines.append(("note", note))
     return lines
+
+
+def _execution(config: RunConfig, device: torch.device) -> list[str]:
+    """How steps run on the device."""
+    train = config.train
+    options = ["bf16 with fp32 weights" if precision_of(config, device) == "bf16" else "fp32"]
+    if uses_compile(config, device):
+        options.append("compiled blocks")
+    if uses_cuda_graph(config, device):
+        options.append("CUDA graphs if launch-bound" if train.cuda_graph == "auto" else "CUDA graphs")
+    if train.activation_checkpointing != "none":
+        options.append(f"{train.activation_checkpointing} activation checkpointing")
+    if config.run.deterministic:
+        options.append("deterministic")
+    return options
 
 
 def _nothing_to_select(config: RunConfig) -> str:

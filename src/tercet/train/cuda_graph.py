@@ -312,7 +312,7 @@ class StepGraph:
 
     def _clear(self) -> None:
         self._graphs, self._grads, self._buffers = {}, {}, None
-        self._set_grads([None] * len(self._trained))
+        self._drop_grads()
         self._capturer.reset()
 
     def _prepare(self, batches: Sequence[MicroBatch], with_stats: bool) -> None:
@@ -335,42 +335,49 @@ class StepGraph:
     def _capture(self, shape: GraphShape, batch: MicroBatch, with_stats: bool) -> None:
         """Capture graphs of this shape: without statistics, with them, or both once both have been used."""
         variants = sorted({*self._graphs, with_stats})
-        no_grads: list[Tensor | None] = [None] * len(self._trained)
         self._clear()
-        bounds = None
-        if shape.capacity is not None:
-            self.capacity = shape.capacity
-            bounds = torch.zeros(shape.capacity + 1, dtype=torch.int32, device=self._device)
-        tokens, targets = torch.empty_like(batch.tokens), torch.empty_like(batch.targets)
-        self._shape, self._buffers = shape, MicroBatch(tokens, targets, bounds, shape.max_seqlen)
+        self._allocate_buffers(shape, batch)
         self._fill(batch)
-        has_grad = [False] * len(self._trained)
-        for variant in variants:
-            self._enable_stats(variant)
-            for _ in range(_WARM_UPS):
-                self._capturer.warm_up(self._pass)
-            has_grad = [p.grad is not None for p in self._trained]
-            self._set_grads(no_grads)
-        accumulators = no_grads
+        has_grad = self._warm_up(variants)
+        accumulators: list[Tensor | None] = [None] * len(self._trained)
         if shape.accumulates:
             accumulators = [torch.zeros_like(p) if h else None for p, h in zip(self._trained, has_grad, strict=True)]
         for variant in variants:
             self._enable_stats(variant)
             self._set_grads(accumulators)
             self._graphs[variant] = self._capturer.capture(self._pass)
-            written = [p.grad for p in self._trained]
-            self._grads[variant] = (
-                accumulators if shape.accumulates else [g if g is None else self._capturer.borrow(g) for g in written]
-            )
-            del written
-            self._set_grads(no_grads)  # the next graph can reuse the memory of these gradients
+            self._grads[variant] = accumulators if shape.accumulates else self._borrow_grads()
+            self._drop_grads()  # the next graph can reuse the memory of these gradients
         self._enable_stats(with_stats)
         self._routes = [layer.routes for layer in self._layers]
+        self._messages.append(self._describe(shape, len(variants)))
+
+    def _allocate_buffers(self, shape: GraphShape, batch: MicroBatch) -> None:
+        """Static inputs for the graphs of this shape."""
+        bounds = None
+        if shape.capacity is not None:
+            self.capacity = shape.capacity
+            bounds = torch.zeros(shape.capacity + 1, dtype=torch.int32, device=self._device)
+        tokens, targets = torch.empty_like(batch.tokens), torch.empty_like(batch.targets)
+        self._shape, self._buffers = shape, MicroBatch(tokens, targets, bounds, shape.max_seqlen)
+
+    def _warm_up(self, variants: Sequence[bool]) -> list[bool]:
+        """Run the passes that will be captured. Returns which parameters got a gradient."""
+        has_grad = [False] * len(self._trained)
+        for variant in variants:
+            self._enable_stats(variant)
+            for _ in range(_WARM_UPS):
+                self._capturer.warm_up(self._pass)
+            has_grad = [p.grad is not None for p in self._trained]
+            self._drop_grads()
+        return has_grad
+
+    def _describe(self, shape: GraphShape, variants: int) -> str:
         size = " × ".join(map(str, shape.tokens)) + " tokens"
         documents = "" if shape.capacity is None else f", up to {shape.capacity} documents"
-        statistics = " (with and without statistics)" if len(variants) > 1 else ""
+        statistics = " (with and without statistics)" if variants > 1 else ""
         pool = f"{self._capturer.pool_bytes / 2**30:.2f} GiB reserved"
-        self._messages.append(f"CUDA graph: captured passes of {size}{documents}{statistics}, {pool}")
+        return f"CUDA graph: captured passes of {size}{documents}{statistics}, {pool}"
 
     def _pass(self) -> None:
         """What a graph contains. Everything it reads and everything that outlives it has a fixed address."""
@@ -399,3 +406,10 @@ class StepGraph:
     def _set_grads(self, grads: Sequence[Tensor | None]) -> None:
         for parameter, grad in zip(self._trained, grads, strict=True):
             parameter.grad = grad
+
+    def _drop_grads(self) -> None:
+        self._set_grads([None] * len(self._trained))
+
+    def _borrow_grads(self) -> list[Tensor | None]:
+        """Where the graph just captured leaves the gradients, without keeping that memory alive."""
+        return [None if p.grad is None else self._capturer.borrow(p.grad) for p in self._trained]

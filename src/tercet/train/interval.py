@@ -43,11 +43,9 @@ class Interval:
     def read(self) -> list[Measured]:
         """All steps since the last `clear`, in one copy from the device."""
         if self._unread:
-            results = [r for _, r in self._unread]
-            rows = torch.stack(
-                [torch.stack([r.loss.double(), r.grad_norm.double(), r.nonfinite.double()]) for r in results]
-            ).tolist()
-            for (step, _), (loss, norm, nonfinite) in zip(self._unread, rows, strict=True):
+            rows = [torch.stack([x.double() for x in (r.loss, r.grad_norm, r.nonfinite)]) for _, r in self._unread]
+            numbers = torch.stack(rows).tolist()
+            for (step, _), (loss, norm, nonfinite) in zip(self._unread, numbers, strict=True):
                 self._read.append(Measured(step, loss, norm, bool(nonfinite)))
             self._unread.clear()
         return list(self._read)

@@ -285,13 +285,8 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
     before, after = _comparable(saved), _comparable(now)
     changed = [k for k in sorted(before.keys() | after.keys()) if before.get(k) != after.get(k)]
     messages = {k: f"{k} was {before.get(k)!r}, now {after.get(k)!r}" for k in changed}
-    # Settings that a model does not read may have changed in its preset: those of NSA in a dense model, those of
-    # learned selectors in a model without.
-    nsa_only = NSA_ONLY if _all_dense(before) and _all_dense(after) else ()
-    learned = "learned" in (before.get("model.selector"), after.get("model.selector"))
-    selector_only = () if learned else ("selector_dim", "selector_rotary")
-    unused_keys = {f"model.{key}" for key in ("backend", *nsa_only, *selector_only)}
-    unused = [k for k in changed if ".".join(k.split(".")[:2]) in unused_keys]
+    without_effect = _model_keys_without_effect(before, after)
+    unused = [k for k in changed if ".".join(k.split(".")[:2]) in without_effect]
     extension = ("model.rope_scaling", "model.rope.")  # these extend a model to longer sequences
     model_keys = [k for k in changed if k.startswith("model.") and k not in unused and not k.startswith(extension)]
     if model_keys:
@@ -320,15 +315,20 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
     return [messages[k] for k in changed if k in restricted or k in (*unused, "train.steps", "data.bad_records")]
 
 
+def _model_keys_without_effect(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
+    """Settings that may have changed in the preset, since the model is the same: its backend, those of NSA in a dense
+    model, those of learned selectors in a model without."""
+    dense = all(is_all_dense(config.get("model.attention")) for config in (before, after))
+    learned = "learned" in (before.get("model.selector"), after.get("model.selector"))
+    keys = ("backend", *(NSA_ONLY if dense else ()), *(() if learned else ("selector_dim", "selector_rotary")))
+    return {f"model.{key}" for key in keys}
+
+
 def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by dotted name. Stages are in their compact form, without the micro-batches, which may change."""
     flat = flatten_table(config)
     stages = [StageConfig.model_validate(stage | {"micro_batch": None}) for stage in flat.get("train.stages", ())]
     return flat | {"train.stages": " ".join(map(str, stages))}
-
-
-def _all_dense(config: Mapping[str, Any]) -> bool:
-    return is_all_dense(config.get("model.attention"))
 
 
 def check_requirements(config: RunConfig, tokenizer: Tokenizer, folder: RunFolder) -> None:

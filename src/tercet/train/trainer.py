@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,23 +78,11 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         with memory_errors(config, device):
             state = build_state(config, device, strategy, start)
 
+        file_lists = (run_of(start.path) if start else folder.path) / FILE_LISTS
+
         def open_loader(stage: RunConfig, steps: int | None) -> Loader:
-            """Batches of a stage after the cursor. steps: those left in it, if the run has stages."""
-            sequences = stage.train.tokens_per_step // stage.data.seq_len
-            return stack.enter_context(
-                build_loader(
-                    stage.data,
-                    seed=config.run.seed,
-                    batch_sequences=stage.train.micro_batch * strategy.data_ranks,
-                    rank=strategy.data_rank,
-                    world_size=strategy.data_ranks,
-                    state=state.cursor,
-                    file_lists=(run_of(start.path) if start else folder.path) / FILE_LISTS,
-                    tokenizer=tokenizer,
-                    stop=lambda: stop.signal is not None,
-                    limit=None if steps is None else steps * sequences,
-                )
-            )
+            loader = _stage_loader(stage, steps, strategy, state.cursor, file_lists, tokenizer, stop)
+            return stack.enter_context(loader)
 
         stages = Stages(config, state, open_loader)
         loader = stages.loader
@@ -139,6 +129,26 @@ def _check_before_building(
     report = examine_before_training(config, folder.path)
     check_memory(config, device)
     return report
+
+
+def _stage_loader(
+    stage: RunConfig, steps: int | None, strategy: Strategy, cursor: dict[str, Any] | None, file_lists: Path,
+    tokenizer: Tokenizer, stop: StopSignals,
+) -> Loader:  # fmt: skip
+    """Batches of a stage after the cursor. steps: those left in it, if the run has stages."""
+    sequences = stage.train.tokens_per_step // stage.data.seq_len
+    return build_loader(
+        stage.data,
+        seed=stage.run.seed,
+        batch_sequences=stage.train.micro_batch * strategy.data_ranks,
+        rank=strategy.data_rank,
+        world_size=strategy.data_ranks,
+        state=cursor,
+        file_lists=file_lists,
+        tokenizer=tokenizer,
+        stop=lambda: stop.signal is not None,
+        limit=None if steps is None else steps * sequences,
+    )
 
 
 def _lost_events(log: EventLog, damaged: list[int], emptied: bool, step: int) -> Iterator[str]:
