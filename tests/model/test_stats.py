@@ -139,6 +139,24 @@ def test_a_dominant_branch_counts_as_collapsed():
     assert stats.read()["gate_share_compressed"] == pytest.approx(0.25 / 3 + 0.75, rel=1e-4)
 
 
+def test_the_gate_of_a_branch_that_the_layer_does_not_have_is_not_counted():
+    gates = torch.tensor([0.8, 0.1, 0.3]).expand(1, 4, 2, 3)
+
+    def read(*branches: str) -> dict[str, float]:
+        layer = tercet.NativeSparseAttention(16, 2, 1, 8, config=CFG, branches=branches, selector="learned")
+        layer.stats.enabled = True
+        layer.stats.update(gates, None)
+        return layer.stats.read()
+
+    two = read("selected", "window")
+    assert "gate_share_compressed" not in two
+    assert two["gate_share_selected"] == pytest.approx(0.25)
+    assert two["gate_share_window"] == two["gate_max_share"] == pytest.approx(0.75)
+    assert two["gate_entropy"] == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75))
+    one = read("selected")
+    assert (one["gate_share_selected"], one["gate_collapse"]) == (1.0, 0.0)  # one gate cannot collapse onto another
+
+
 def test_updates_add_up_and_reset_clears_them():
     stats = counting()
     assert stats.read() == {}

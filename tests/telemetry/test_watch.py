@@ -29,6 +29,26 @@ def test_a_frame_shows_step_loss_and_gates(finished, capsys):
     assert "na[bold]me" in out  # markup is printed literally
 
 
+def test_a_branch_that_the_model_does_not_have_is_not_shown(finished, tmp_path, capsys):
+    def two_branches(lines):
+        for line in lines:
+            if line["kind"] == "layers":
+                line["gate_share_compressed"] = [None] * len(line["attention"])
+                line["gate_share_window"] = [1 - share for share in line["gate_share_selected"]]
+
+    found = copy(finished, tmp_path / "run", two_branches)
+    watch(found.folder, once=True)
+    names = [line.split()[1:2] for line in capsys.readouterr().out.splitlines()]
+    assert ["compressed"] not in names
+    assert ["selected"] in names
+    assert ["window"] in names
+    report([found.folder])
+    page = (found.folder / "report" / "report.html").read_text()
+    assert "Both start at one half" in page
+    assert "4 of all 2 layers" in page  # readings
+    assert "compressed share" not in page
+
+
 def test_every_rank_has_a_line(finished, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(finished.folder, folder)

@@ -416,7 +416,8 @@ class HealthConfig(Section):
     gate_collapse: Action = "warn"
     """A layer's gates put almost all weight on one branch."""
     gate_collapse_share: float = Field(default=0.5, gt=0, le=1)
-    """gate_collapse: threshold for the fraction of (token, head) pairs with one gate above 95% of the three."""
+    """gate_collapse: threshold for the fraction of (token, head) pairs with one gate above 95% of the sum of
+    all."""
     dead_branch: Action = "warn"
     """A layer no longer uses one of its branches."""
     dead_branch_share: float = Field(default=0.01, ge=0, lt=1)

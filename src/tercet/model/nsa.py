@@ -143,7 +143,7 @@ class NativeSparseAttention(SelectingLayer):
         self.k_norms = (
             nn.ModuleList(nn.RMSNorm(head_dim, eps=norm_eps) for _ in range(self.key_sets)) if qk_norm else None
         )
-        self.stats = AttentionStats(self.config)
+        self.stats = AttentionStats(self.config, self.branches)
         # Whether to save the gated sum, a tensor of q's size, for the backward pass. If not, a compiled layer
         # recomputes it there. Not worth it if activation checkpointing recomputes the whole block anyway.
         self.keep_sum = True

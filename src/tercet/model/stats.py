@@ -30,10 +30,11 @@ _SUMS = 1 + len(_GATES) + 2 * len(_SELECTION) + len(_SELECTOR) + 1
 class AttentionStats:
     """Statistics of one layer. Not a module, so that checkpoints, gradients and wrappers ignore its sums.
 
-    gate_share_*       mean of g_c / Σ g over (token, head), for each branch
+    branches           branches of the layer: the gates of others, which have no effect, are not counted
+    gate_share_*       mean of g_c / Σ g over (token, head), for each branch of the layer
     gate_entropy       mean of -Σ share · ln share, in nats
     gate_max_share     mean of the largest share
-    gate_collapse      fraction of (token, head) whose largest share is above COLLAPSE_SHARE
+    gate_collapse      fraction of (token, head) whose largest share is above COLLAPSE_SHARE; 0 with one branch
     selected_blocks    mean number of blocks that a (token, group) selects
     selected_distance  mean of c - j over selected blocks: how many blocks back
     selected_forced    fraction of selected blocks that were forced
@@ -46,8 +47,8 @@ class AttentionStats:
                        one
     """
 
-    def __init__(self, config: NSAConfig) -> None:
-        self.config = config
+    def __init__(self, config: NSAConfig, branches: tuple[str, ...] = BRANCHES) -> None:
+        self.config, self.branches = config, branches
         self.enabled = False
         self._sums: Tensor | None = None
         self._histogram: Tensor | None = None
@@ -113,7 +114,7 @@ class AttentionStats:
         def zeros(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.float64, device=device)
 
-        sums = [zeros(1 + len(_GATES)) if gates is None else _gate_sums(gates)]
+        sums = [zeros(1 + len(_GATES)) if gates is None else _gate_sums(gates, self.branches)]
         if block_indices is not None:
             if positions is None and packing is not None:
                 positions = packing.position
@@ -148,12 +149,13 @@ class AttentionStats:
         """Decode the histogram of a vector of `sums`: selected blocks that are 0, 1, 2-3, 4-7, … blocks back."""
         return [round(number) for number in sums[_SUMS:]]
 
-    @staticmethod
-    def means(sums: list[float]) -> dict[str, float]:
+    def means(self, sums: list[float]) -> dict[str, float]:
         """Decode the means of a vector of `sums`; empty if nothing was counted."""
         numbers = sums[:_SUMS]
         count, gates, rest = numbers[0], numbers[1 : 1 + len(_GATES)], numbers[1 + len(_GATES) :]
         means = {name: value / count for name, value in zip(_GATES, gates, strict=True)} if count else {}
+        for branch in set(BRANCHES).difference(self.branches):
+            means.pop(f"gate_share_{branch}", None)
         selection, selector = rest[: 2 * len(_SELECTION)], rest[2 * len(_SELECTION) :]
         for name, value, weight in zip(_SELECTION, selection[::2], selection[1::2], strict=True):
             if weight:
@@ -219,13 +221,16 @@ def _hidden_from_checkpointing() -> AbstractContextManager[object]:
     return nullcontext() if torch.compiler.is_compiling() else _disable_current_modes()
 
 
-def _gate_sums(gates: Tensor) -> Tensor:
+def _gate_sums(gates: Tensor, branches: tuple[str, ...]) -> Tensor:
     # shares in fp32, sums in fp64: sums have millions of terms
     gates = gates.to(torch.promote_types(gates.dtype, torch.float32))
+    if len(branches) < len(BRANCHES):
+        parts = zip(BRANCHES, gates.unbind(-1), strict=True)
+        gates = torch.stack([gate if branch in branches else torch.zeros_like(gate) for branch, gate in parts], -1)
     share = gates / gates.sum(-1, keepdim=True)
     highest = share.amax(-1)
     count = torch.full((1,), highest.numel(), dtype=torch.float64, device=gates.device)
     entropy = -torch.special.xlogy(share, share).sum(dtype=torch.float64)
-    collapsed = (highest > COLLAPSE_SHARE).sum().double()
+    collapsed = (highest > (COLLAPSE_SHARE if len(branches) > 1 else 1)).sum().double()
     rest = torch.stack((entropy, highest.sum(dtype=torch.float64), collapsed))
     return torch.cat((count, share.flatten(0, -2).sum(0, dtype=torch.float64), rest))

@@ -184,18 +184,17 @@ def _judge_selectors(run: Run, gate: GateBuilder, limits: Thresholds) -> None:
 
 def _has_layer(event: LayersObserved, layer: int, gated: bool) -> bool:
     """Whether a sample has the statistics of this layer: of its gates, or of its selection if it has no gates."""
-    of_gates = ("gate_share_compressed", "gate_share_selected", "gate_share_window", "gate_collapse")
-    return all(
-        len(getattr(event, name)) > layer and getattr(event, name)[layer] is not None
-        for name in (of_gates if gated else ("selected_forced",))
-    )
+    values = event.gate_collapse if gated else event.selected_forced
+    return len(values) > layer and values[layer] is not None
 
 
 def _add_layer_evidence(event: LayersObserved, sparse: list[int], gate: GateBuilder, gated: bool) -> None:
     if gated:
         for branch in ("compressed", "selected", "window"):
-            shares = [getattr(event, f"gate_share_{branch}")[i] for i in sparse]
-            gate.add_evidence(f"{branch} share", f"{100 * min(shares):.1f}% to {100 * max(shares):.1f}% across layers")
+            values = getattr(event, f"gate_share_{branch}")
+            if shares := [values[i] for i in sparse if i < len(values) and values[i] is not None]:
+                low, high = 100 * min(shares), 100 * max(shares)
+                gate.add_evidence(f"{branch} share", f"{low:.1f}% to {high:.1f}% across layers")
         collapsed = max(event.gate_collapse[i] or 0 for i in sparse)
         gate.add_evidence("collapsed", f"at most {100 * collapsed:.1f}% of tokens and heads")
     forced = [f for i in sparse if (f := event.selected_forced[i]) is not None]

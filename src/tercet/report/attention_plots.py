@@ -19,7 +19,8 @@ def gate_share_plot(run: Run) -> Plot | None:
     if not samples:
         return None
     columns = samples[:: max(1, -(-len(samples) // HEATMAP_COLUMNS))]
-    shares = [v for e in columns for b in BRANCHES for v in getattr(e, f"gate_share_{b}") if v is not None and v == v]
+    branches = _gated_branches(samples)
+    shares = [v for e in columns for b in branches for v in getattr(e, f"gate_share_{b}") if v is not None and v == v]
     top = max([2 / 3, *shares])
     layers = _layer_range(samples)
 
@@ -39,8 +40,9 @@ def gate_share_plot(run: Run) -> Plot | None:
         return paint
 
     height = 1.5 + 0.1 * min(len(layers), 20)
-    caption = "Each branch's share of the three gates, by layer over time. All start at one third."
-    return Plot("gates", "Gate shares", caption, "".join(draw(panel(b), height=height) for b in BRANCHES), wide=True)
+    start = {1: "", 2: " Both start at one half.", 3: " All start at one third."}[len(branches)]
+    caption = f"Each branch's share of the gates, by layer over time.{start}"
+    return Plot("gates", "Gate shares", caption, "".join(draw(panel(b), height=height) for b in branches), wide=True)
 
 
 def _draw_heatmap(axes: Any, table: list[list[float]], columns: list[LayersObserved], top: float) -> Any:
@@ -84,14 +86,15 @@ def gate_trend_plot(run: Run) -> Plot | None:
 
         return paint
 
-    gates = panel((("gate_entropy", BLUE, "entropy (nats)"), ("gate_collapse", RED, "collapsed")), math.log(3))
+    equal = math.log(max(2, len(_gated_branches(gated))))
+    gates = panel((("gate_entropy", BLUE, "entropy (nats)"), ("gate_collapse", RED, "collapsed")), max(1, equal))
     selection = panel(
         (("selected_forced", ORANGE, "forced"), ("selected_overlap", GREEN, "overlap with last token")), 1
     )
     if not gated:  # block-sparse attention
         caption = "Mean and range over layers, as shares of the selected blocks."
         return Plot("selection_health", "Selection over time", caption, draw(selection, height=2.4), wide=True)
-    caption = "Mean and range over layers. Equal gates have entropy 1.10; the other values are shares."
+    caption = f"Mean and range over layers. Equal gates have entropy {equal:.2f}; the other values are shares."
     svg = draw(gates, height=2.4) + draw(selection, height=2.4)
     return Plot("selection_health", "Gates and selection over time", caption, svg, wide=True)
 
@@ -187,7 +190,12 @@ def _marker(x: list[int]) -> str | None:
 
 
 def _sparse_samples(run: Run) -> list[LayersObserved]:
-    return [e for e in run.layers if any(v is not None for v in e.gate_share_compressed)]
+    return [e for e in run.layers if any(v is not None for v in e.gate_entropy)]
+
+
+def _gated_branches(samples: list[LayersObserved]) -> list[str]:
+    """The branches that the layers have (model.branches)."""
+    return [b for b in BRANCHES if any(v is not None for e in samples for v in getattr(e, f"gate_share_{b}"))]
 
 
 def _layer_range(samples: list[LayersObserved]) -> range:

@@ -215,11 +215,13 @@ def _gates(layers: Any) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     for branch, colour in BRANCHES:
         shares = [v for v in getattr(layers, f"gate_share_{branch}") if v is not None]
-        if not shares:
-            return Text("")
+        if not shares:  # model.branches leaves it out
+            continue
         bars = "".join(BLOCKS[min(len(BLOCKS) - 1, int(v * len(BLOCKS)))] if 0 <= v <= 1 else "?" for v in shares)
         text = f"{100 * min(shares):.0f}% to {100 * max(shares):.0f}%"
         grid.add_row(branch, Text(bars, style=colour), Text(text, style="dim"))
+    if not grid.row_count:
+        return Text("")
     return Panel(grid, title=f"gate shares by layer, step {layers.step}", title_align="left", border_style="dim")
 
 
