@@ -140,6 +140,8 @@ def test_none_in_a_file_resets_an_optional_value(tmp_path):
         ('[model]\nattention = ""\n', r"'' is unknown"),
         ('[model]\nattention = "(window,nsa)*6"\n', r"'\(window' is unknown"),
         ('[model]\nbranches = ["window", "window"]\n', r"branches=.*each once"),
+        ('[model]\nbranches = ["window"]\nselector = "learned"\n', r"selector=learned has no effect.*add selected"),
+        ('[model]\nbranches = ["selected", "window"]\ngate = "none"\n', r"not selected,window; drop branches"),
         ("[model.nsa]\nwindow = 0\n", r"window=0 must be at least 1"),
         ("[model.nsa]\ncompress_stride = 7\n", r"compress_stride=7 does not divide compress_block=32"),
         ("[parallel]\nworld_size = 2\n", r"world_size=2 with strategy=single: pick ddp or fsdp"),

@@ -62,7 +62,8 @@ def check_branches(branches: tuple[str, ...]) -> tuple[str, ...]:
     """Return the branches in the paper's order; raise on an empty, repeated or unknown one."""
     unknown = [b for b in branches if b not in BRANCHES]
     if isinstance(branches, str) or unknown or not branches or len(set(branches)) != len(branches):
-        raise ValueError(f"branches={branches!r} must name at least one, each once, of {', '.join(BRANCHES)}")
+        given = branches if isinstance(branches, str) else ",".join(map(str, branches))
+        raise ValueError(f"branches={given!r} must name at least one, each once, of {', '.join(BRANCHES)}")
     return tuple(b for b in BRANCHES if b in branches)
 
 

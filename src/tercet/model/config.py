@@ -213,6 +213,11 @@ class ModelConfig(BaseModel):
         check_group_size(self.heads, self.kv_heads)
         check_shared_keys(self.shared_kv, self.compress_selected_keys)
         self._check_block_sparse()
+        if self.selector != "compressed" and "selected" not in self.branches:
+            raise ValueError(
+                f"selector={self.selector} has no effect with branches={','.join(self.branches)}, which read no selected "
+                "blocks: add selected to branches, or use selector=compressed"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd: RoPE rotates pairs, use {self.head_dim + 1}")
         if self.rope.type == "yarn" and self.rope_theta <= 1:
@@ -235,10 +240,12 @@ class ModelConfig(BaseModel):
             raise ValueError("selector=random needs gate=sigmoid or softmax: block-sparse attention does not have it")
         for name, value in BLOCK_SPARSE.items():
             if getattr(self, name) != value:
-                shown = {True: "true", ("selected",): '["selected"]', "mean": "mean"}[value]
+                shown, given = (
+                    ",".join(v) if isinstance(v, tuple) else str(v).lower() for v in (value, getattr(self, name))
+                )
                 raise ValueError(
                     f"gate=none is block-sparse attention, one set of keys and values and no gates: it needs "
-                    f"{name}={shown}, not {getattr(self, name)}"
+                    f"{name}={shown}, not {given}; drop {name}, or use gate=sigmoid"
                 )
 
     @property
