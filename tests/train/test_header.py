@@ -37,6 +37,29 @@ def test_settings_are_those_that_differ_from_the_preset():
 
 
 @pytest.mark.parametrize(
+    ("flags", "messages"),
+    [
+        ({"attention": "dense", "branches": "selected,window"}, [r"model.branches has no .*no layer is nsa .*dense"]),
+        ({"attention": "window", "nsa.window": 8, "nsa.select_count": 8}, [r"model.nsa.select_count has no effect"]),
+        ({"selector_dim": 16, "nsa.window": 8}, [r"model.selector_dim has no .*selector=compressed"]),
+        ({"gate": "none", "nsa.window": 8}, [r"model.nsa.window has no .*no layer has a window"]),
+        (
+            {"selector": "learned", "branches": "selected,window", "compression": "mean", "nsa.compress_block": 8},
+            [r"model.compression, model.nsa.compress_block have no effect: no layer reads compressed tokens"],
+        ),
+        ({"selector": "learned", "compression": "mean", "nsa.window": 8, "selector_dim": 16}, []),
+        ({"compress_selected_keys": False, "selector": "learned", "branches": "selected,window"}, []),
+    ],
+)
+def test_flags_without_effect_are_named_with_the_reason(flags, messages):
+    values = {f"model.{name}": value.split(",") if name == "branches" else value for name, value in flags.items()}
+    loaded = load("tiny", flags=values)
+    found = console.no_effect_lines(loaded.config, loaded.origins)
+    assert len(found) == len(messages)
+    assert all(map(re.match, messages, found))
+
+
+@pytest.mark.parametrize(
     ("completed", "commands"),
     [
         (True, ["generate runs/x --prompt TEXT", "report runs/x", "--resume auto --run.dir runs/x --train.steps 12"]),

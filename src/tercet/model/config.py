@@ -215,8 +215,8 @@ class ModelConfig(BaseModel):
         self._check_block_sparse()
         if self.selector != "compressed" and "selected" not in self.branches:
             raise ValueError(
-                f"selector={self.selector} has no effect with branches={','.join(self.branches)}, which read no selected "
-                "blocks: add selected to branches, or use selector=compressed"
+                f"selector={self.selector} has no effect with branches={','.join(self.branches)}, which read no "
+                "selected blocks: add selected to branches, or use selector=compressed"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd: RoPE rotates pairs, use {self.head_dim + 1}")

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +20,14 @@ from pydantic import ValidationError
 
 from tercet import hints
 from tercet.atomic_io import write_json
+from tercet.attention.config import reads_compressed
 from tercet.config.keys import flatten, nest
 from tercet.config.load import describe
 from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
 from tercet.doctor.memory import as_stage_fields, largest_stage, shortage, step_memory
 from tercet.errors import TercetError, UsageError, is_out_of_memory
+from tercet.model.config import NSA_ONLY
 from tercet.model.cost import flops_per_token, parameters, selector_parameters
 from tercet.parallel.strategy import Strategy
 from tercet.telemetry.event_log import EventLog, read_events
@@ -148,6 +151,33 @@ def eager_lines(config: RunConfig, origins: Mapping[str, str], device: torch.dev
     asked = origins.get("train.cuda_graph") == "flag" and config.train.cuda_graph == "auto"
     problem = cuda_graph_problem(config, device) if asked else None
     return [f"train.cuda_graph=auto {problem}; steps run eagerly"] if problem else []
+
+
+def no_effect_lines(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
+    """A message for each reason why flags of the model have no effect."""
+    model = config.model
+    has_window = "window" in model.attention_kinds or ("nsa" in model.attention_kinds and "window" in model.branches)
+    unused: dict[str, tuple[str, ...]] = {}
+    if "nsa" not in model.attention_kinds:
+        sizes = tuple(f"nsa.{f.name}" for f in fields(model.nsa) if f.name != "window")
+        unused[f"no layer is nsa (model.attention={model.attention})"] = (*NSA_ONLY, *sizes)
+    else:
+        if not reads_compressed(model.branches, model.selector):
+            names = ("compression", "compress_selected_keys", "nsa.compress_block", "nsa.compress_stride")
+            unused["no layer reads compressed tokens (model.branches, model.selector)"] = names
+        if model.selector != "learned":
+            unused[f"model.selector={model.selector} is not learned"] = ("selector_dim", "selector_rotary")
+    if not has_window:
+        unused["no layer has a window (model.attention, model.branches)"] = ("nsa.window",)
+    given = flatten(config)
+    lines = []
+    for reason, names in unused.items():
+        keys = [
+            key for name in names if origins.get(key := f"model.{name}") == "flag" and given[key] not in (False, None)
+        ]
+        if keys:
+            lines.append(f"{', '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect: {reason}")
+    return lines
 
 
 def _speed(config: RunConfig, device: torch.device, strategy: Strategy) -> float | None:

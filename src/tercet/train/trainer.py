@@ -40,6 +40,7 @@ from tercet.train.console import (
     header_lines,
     log_end,
     memory_errors,
+    no_effect_lines,
     precision_of,
     print_summary,
 )
@@ -100,7 +101,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         screen.header(header_lines(config, state, device, strategy, folder.path, tokenizer.vocab_size))
         for line in config_lines(config, origins, folder.path):
             screen.say(line, "dim")
-        for message in (*messages, *eager_lines(config, origins, device)):
+        for message in (*messages, *eager_lines(config, origins, device), *no_effect_lines(config, origins)):
             screen.say(message)
 
         # Attach readers to the log, and log the start.
