@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import oracle
+from tercet.attention.config import BRANCHES
 
 Array = np.ndarray[Any, Any]
 
@@ -58,6 +59,9 @@ def gates_of(layer: Any, x: Array) -> Array:
     if layer.gate.kind == "sigmoid":
         return 1 / (1 + np.exp(-logits))
     e = np.exp(logits - logits.max(-1, keepdims=True))
+    for c, branch in enumerate(BRANCHES):
+        if branch not in layer.branches:
+            e[..., c] = 0.0
     return e / e.sum(-1, keepdims=True)
 
 
@@ -96,7 +100,7 @@ def run(layer: Any, x: Any, cu_seqlens: Any = None, *, theta: float = 10000.0, s
     k_short, last = phi(layer.compress_k, k_cmp, cfg, cu_seqlens)
     v_short, _ = phi(layer.compress_v, v_cmp, cfg, cu_seqlens)
     gates = gates_of(layer, x)
-    for c, branch in enumerate(("compressed", "selected", "window")):
+    for c, branch in enumerate(BRANCHES):
         if branch not in layer.branches:
             gates[..., c] = 0.0
     answer = oracle.nsa(

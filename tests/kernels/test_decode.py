@@ -121,6 +121,11 @@ def test_branches_that_are_left_out(branches, reference):
     compare(reference, layer, [99], [None])
 
 
+@pytest.mark.parametrize("branches", [("selected", "window"), ("compressed", "window")], ids=" ".join)
+def test_a_softmax_over_the_gates_of_two_branches(branches, reference):
+    compare(reference, make(branches=branches, compression="mean", gate="softmax"), [99], [None])
+
+
 # A learned selector: before it has a choice, at the border of a block (127 + 1 = 8 · 16), and over several tiles of
 # keys. With all, some or none of its channels rotated: 6 and 12 are no powers of two.
 @pytest.mark.parametrize("rotary", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 12))])

@@ -109,8 +109,16 @@ def test_the_compressed_key_is_rotated_once_at_the_position_of_its_last_token():
     ("compressed",), ("selected",), ("window",), ("compressed", "selected"), ("compressed", "window"),
     ("selected", "window"),
 ], ids=str)  # fmt: skip
-def test_branches_can_be_omitted(branches):
-    assert_equals_oracle(make(branches=branches), sequence(33))
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+def test_branches_can_be_omitted(branches, gate):
+    assert_equals_oracle(make(branches=branches, gate=gate), sequence(33))
+
+
+def test_a_softmax_is_over_the_branches_of_the_layer():
+    layer, x = make(branches=("selected", "window"), gate="softmax"), sequence(33)
+    gates = layer.gate(x)
+    assert (gates[..., 0] == 0).all()
+    torch.testing.assert_close(gates.sum(-1), torch.ones_like(gates[..., 0]))
 
 
 def test_a_layer_that_reads_no_compressed_tokens_has_no_parameters_for_them():

@@ -140,8 +140,8 @@ class ModelConfig(BaseModel):
     compression: Literal["mlp", "mean"] = "mlp"
     """How a block of keys and values becomes one. mlp: learned, starts as the mean. mean: their mean."""
     gate: Literal["sigmoid", "softmax", "none"] = "sigmoid"
-    """How the outputs of the branches are weighted. sigmoid: independently, as in the paper. softmax: over the three.
-    none: block-sparse attention, which only reads selected blocks and has a dense model's parameters."""
+    """How the outputs of the branches are weighted. sigmoid: independently, as in the paper. softmax: over
+    them. none: block-sparse attention, which only reads selected blocks and has a dense model's parameters."""
     shared_kv: bool = False
     """One key/value projection for all branches instead of one per branch."""
     compress_selected_keys: bool = False

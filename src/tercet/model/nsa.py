@@ -39,14 +39,15 @@ GATES = ("sigmoid", "softmax")
 class Gate(nn.Module):
     """The gate (Eq. 5): three numbers per query head from the layer's input. [B, T, dim] -> [B, T, H, 3]
 
-    Weights start at zero, so all three gates of every head start equal: ½ each (sigmoid) or ⅓ (softmax).
+    Weights start at zero, so all gates of every head start equal: ½ each (sigmoid) or ⅓ (softmax; ½ of two branches).
+    A softmax is over `branches`; the gates of others are 0.
     """
 
-    def __init__(self, dim: int, heads: int, kind: str = "sigmoid") -> None:
+    def __init__(self, dim: int, heads: int, kind: str = "sigmoid", branches: tuple[str, ...] = BRANCHES) -> None:
         super().__init__()
         if kind not in GATES:
             raise ValueError(f"gate={kind!r} is unknown: pick one of {', '.join(GATES)}, or use BlockSparseAttention")
-        self.kind = kind
+        self.kind, self.branches = kind, branches
         self.proj = nn.Linear(dim, 3 * heads)
         self.init_weights()
 
@@ -64,7 +65,13 @@ class Gate(nn.Module):
         if bias is not None:
             logits = logits + bias
         logits = logits.unflatten(-1, (-1, 3))
-        return logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1)
+        if self.kind == "sigmoid":
+            return logits.sigmoid()
+        if len(self.branches) == len(BRANCHES):
+            return logits.softmax(-1)
+        own = {b: part for b, part in zip(BRANCHES, logits.unbind(-1), strict=True) if b in self.branches}
+        gates = dict(zip(own, torch.stack([*own.values()], -1).softmax(-1).unbind(-1), strict=True))
+        return torch.stack([gates[b] if b in gates else torch.zeros_like(logits[..., 0]) for b in BRANCHES], -1)
 
 
 class NativeSparseAttention(SelectingLayer):
@@ -73,7 +80,7 @@ class NativeSparseAttention(SelectingLayer):
     dim, heads, kv_heads, head_dim   sizes; value_dim is the head size of v, head_dim by default
     config       sizes of the three branches
     compression  φ: "mlp" (learnable, equals the mean at initialisation) or "mean"
-    gate         "sigmoid" (the paper's) or "softmax" over the three branches
+    gate         "sigmoid" (the paper's) or "softmax" over the branches
     shared_kv    one K/V projection for all branches instead of three
     compress_selected_keys  compress the selected branch's keys instead of separate ones, so that blocks are selected by
                  a summary of the keys that will be read
@@ -133,7 +140,7 @@ class NativeSparseAttention(SelectingLayer):
         self.compresses = reads_compressed(branches, selector)
         self.value_sets, self.shared_kv = value_sets, shared_kv
         self.compress_selected_keys = compress_selected_keys and self.compresses
-        self.gate = Gate(dim, heads, gate)
+        self.gate = Gate(dim, heads, gate, self.branches)
         compression = compression if self.compresses else "mean"  # which has no parameters
         self.compress_k = Compression(compression, head_dim, self.config)
         self.compress_v = Compression(compression, self.value_dim, self.config)

@@ -163,8 +163,9 @@ def no_effect_lines(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
         unused[f"no layer is nsa (model.attention={model.attention})"] = (*NSA_ONLY, *sizes)
     else:
         if not reads_compressed(model.branches, model.selector):
-            names = ("compression", "compress_selected_keys", "nsa.compress_block", "nsa.compress_stride")
-            unused["no layer reads compressed tokens (model.branches, model.selector)"] = names
+            unused["no layer reads compressed tokens (model.branches, model.selector)"] = (
+                "compression", "compress_selected_keys", "nsa.compress_block", "nsa.compress_stride"
+            )  # fmt: skip
         if model.selector != "learned":
             unused[f"model.selector={model.selector} is not learned"] = ("selector_dim", "selector_rotary")
     if not has_window:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tercet.attention.config import BRANCHES
 from tercet.attention.kernels.decode.common import Parts, row_is_active, wait_for_previous_launch
 from tercet.attention.kernels.launch import call, power_of_2
 from tercet.attention.kernels.table import overlap_launches
@@ -31,7 +32,9 @@ def decode_merge_kernel(
     PP: tl.constexpr, GATED: tl.constexpr,
     SOFTMAX: tl.constexpr, MASKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Parts 0 … a-1 belong to the compressed branch, a … b-1 to the selected branch, b … c-1 to the window."""
+    """Parts 0 … a-1 belong to the compressed branch, a … b-1 to the selected branch, b … c-1 to the window.
+
+    SOFTMAX: the branches of a softmax over the gates, 1 + 2 + 4 for all three; 0 for sigmoids."""
     h = tl.program_id(0)
     batch = tl.program_id(1)
     row = batch.to(tl.int64) * H + h
@@ -51,7 +54,13 @@ def decode_merge_kernel(
         LSE += row * c
         O += row * c * DV
         if GATED:
-            if SOFTMAX:
+            if SOFTMAX > 0:
+                if SOFTMAX & 1 == 0:
+                    gate_c = float("-inf")
+                if SOFTMAX & 2 == 0:
+                    gate_s = float("-inf")
+                if SOFTMAX & 4 == 0:
+                    gate_w = float("-inf")
                 highest = tl.maximum(tl.maximum(gate_c, gate_s), gate_w)
                 gate_c = tl.exp(gate_c - highest)
                 gate_s = tl.exp(gate_s - highest)
@@ -80,9 +89,10 @@ def decode_merge_kernel(
 
 def merge_parts(
     parts: Parts, gates: Tensor | None, lengths: Tensor, counts: Tensor | None, ends: tuple[int, int, int],
-    dtype: torch.dtype, *, softmax: bool = False,
+    dtype: torch.dtype, *, softmax: tuple[str, ...] = (),
 ) -> Tensor:  # fmt: skip
-    """ends: where the parts of the three branches end. Rows without a new token get 0."""
+    """ends: where the parts of the three branches end. softmax: the branches of a softmax over the gates; without any,
+    gates are sigmoids. Rows without a new token get 0."""
     batch, heads, count, size = parts.o.shape
     assert ends[2] == count
     out = torch.empty(batch, heads * size, dtype=dtype, device=parts.o.device)
@@ -91,7 +101,7 @@ def merge_parts(
         decode_merge_kernel, (heads, batch), (parts.o, parts.lse, gates, out, lengths, counts),
         (*ends, 0 if gates is None else gates.stride(0)),
         (heads, size, power_of_2(size), max(16, power_of_2(count)), gates is not None,
-         softmax, counts is not None, early),
+         sum(1 << BRANCHES.index(branch) for branch in softmax), counts is not None, early),
         num_warps=8 if count > 64 else 4, launch_pdl=early,
     )  # fmt: skip
     return out

@@ -137,7 +137,7 @@ def nsa_step(
             window_parts, per, config, dense_below,
         )  # fmt: skip
     ends, flat_gates = (a, a + selected_parts, parts.count), None if gates is None else gates.flatten(1)
-    out = merge_parts(parts, flat_gates, held.lengths, counts, ends, q.dtype, softmax=softmax_gate)
+    out = merge_parts(parts, flat_gates, held.lengths, counts, ends, q.dtype, softmax=branches if softmax_gate else ())
     return out[:, None], parts.read, indices
 
 
