@@ -89,9 +89,10 @@ def test_transformers_generates_the_same_tokens(model, theirs):
         for cache in (True, False):
             out = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, use_cache=cache)
             assert out[0, len(prompt) :].tolist() == tokens
-    ids, mask = padded(PROMPTS, "left")
-    out = theirs.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
-    assert out[:, ids.shape[1] :].tolist() == expected
+    for side in ("left", "right"):
+        ids, mask = padded(PROMPTS, side)
+        out = theirs.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+        assert out[:, ids.shape[1] :].tolist() == expected
 
 
 def test_padding_on_either_side_changes_nothing(model, theirs):

@@ -200,7 +200,9 @@ class TercetForCausalLM(PreTrainedModel, GenerationMixin):
         order = torch.argsort(real.logical_not().byte(), dim=1, stable=True)
         lengths = real.sum(1) if caches is not None else None
         hidden = self.model.hidden(tokens.gather(1, order), None, caches, lengths)
-        return hidden.gather(1, order.argsort(1)[..., None].expand_as(hidden))
+        # Padding after a prompt gets the output of its last token: `generate` samples from the last column.
+        back = (real.long().cumsum(1) - 1).clamp(min=0)
+        return hidden.gather(1, back[..., None].expand_as(hidden))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
