@@ -331,16 +331,20 @@ def test_heat_maps_are_plotted_from_a_results_file(tmp_path: Path):
 
 
 def test_settings_reach_every_cell_and_unknown_keys_fail(monkeypatch: pytest.MonkeyPatch):
-    seen: list[dict[str, Any]] = []
+    models: list[Any] = []
 
     def measured(cells: list[dict[str, Any]], *_: Any) -> tuple[None, list[dict[str, Any]]]:
-        seen.extend(train_cell.configured(c, 2).model.nsa.__dict__ for c in cells)
+        models.extend(train_cell.configured(c, 2).model for c in cells)
         return None, [cell(c["kind"], 1, 64, 80.0) for c in cells]
 
     monkeypatch.setattr(train, "measured", measured)
     one = {"preset": "tiny", "lengths": (64,), "tokens": 64, "device": "cpu"}
     commands.train(**one, settings="model.nsa.window=48, train.clip=2")
-    assert [nsa["window"] for nsa in seen] == [48, 48]
+    assert [model.nsa.window for model in models] == [48, 48]
+    lists = "model.selector=learned,model.branches=selected,window,model.attention=window,nsa,train.clip=2"
+    commands.train(**one, kinds=("nsa",), settings=lists)
+    assert models[-1].branches == ("selected", "window")
+    assert models[-1].attention == "window,nsa"
     with pytest.raises(TercetError, match=r"unknown key model\.nsa\.windw"):
         commands.train(**one, settings="model.nsa.windw=48")
     with pytest.raises(TercetError, match="--settings window: expected KEY=VALUE"):

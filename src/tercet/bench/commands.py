@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Any, Literal
 
 from tercet.inference.arguments import at_least_one, check_known
 
@@ -161,8 +162,9 @@ def train(
         statistics: Collect gate and selection statistics in the last step of each interval, as a run does.
         compile: auto (on a GPU), on or off.
         cuda_graph: on: capture forward and backward as a CUDA graph, or fail; auto: if steps are launch-bound; off.
-        settings: More configuration keys, e.g. model.nsa.window=512,model.shared_kv=true. train.init_from=RUN measures
-            trained weights on the data of data.source, instead of fresh weights on random tokens.
+        settings: More configuration keys, e.g. model.nsa.window=512,model.branches=selected,window.
+            train.init_from=RUN measures trained weights on the data of data.source, instead of fresh weights on random
+            tokens.
         device: auto, cuda or cpu.
         seconds: Time limit per cell; a slower cell is reported as too slow.
         out: Also write the JSON line to this file.
@@ -194,13 +196,20 @@ def train(
     )  # fmt: skip
 
 
-def _settings(text: str) -> dict[str, str]:
+def _settings(text: str) -> dict[str, Any]:
+    """KEY=VALUE,…; values of lists may contain commas: model.branches=selected,window."""
+    from tercet.config.flags import key_options
     from tercet.errors import UsageError
 
-    pairs = [part.strip() for part in text.split(",") if part.strip()]
+    pairs = [pair.strip(" ,") for pair in re.split(r",(?=[\s,]*[^,=]+=)", text) if pair.strip(" ,")]
     if wrong := [pair for pair in pairs if "=" not in pair]:
         raise UsageError(f"--settings {wrong[0]}: expected KEY=VALUE, e.g. model.nsa.window=512,train.clip=1")
-    return dict(pair.split("=", 1) for pair in pairs)
+    options, settings = key_options({}), {}
+    for key, value in (pair.split("=", 1) for pair in pairs):
+        kind = options[key].type if key in options else None
+        is_list = kind is not None and kind.container is not None and not kind.unwrap
+        settings[key] = options[key].parts(value) if is_list else value
+    return settings
 
 
 def _check_sizes(**lists: tuple[int, ...]) -> None:
