@@ -165,6 +165,14 @@ def test_config_show_prints_the_settings_of_a_run(capsys, tmp_path):
     assert "train.warmup_steps = 40" in out
 
 
+def test_a_run_of_several_ranks_resumes_on_one(tmp_path, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    loaded = load("tiny", flags={"parallel.strategy": "fsdp", "parallel.world_size": 2, "train.micro_batch": 2})
+    write_config(loaded.config, loaded.origins, tmp_path)
+    resumed = ["--resume", "auto", "--run.dir", str(tmp_path), "--parallel.strategy", "single"]
+    assert cli._load(cli.TrainOptions, resumed, "train", None)[0].config.parallel.world_size == 1
+
+
 def test_config_diff_names_what_differs(capsys, tmp_path):
     code, out, _ = run(capsys, "config", "diff", "m7c", "m7c-64k")
     assert code == 0

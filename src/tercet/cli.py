@@ -11,7 +11,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.abc import MetaPathFinder
@@ -376,7 +376,8 @@ def _load(options: type[Sources], arguments: list[str], command: str, about: str
         _check_resume(own.resume)
     if command == "train" and own.preset is None and file is None:
         raise _usage(_no_configuration(own.resume, parsed.overrides.get("run.dir")))
-    loaded = merge([*layers, *(_launch_layers(own) if command == "train" else []), Layer("flag", parsed.overrides)])
+    launched = _launch_layers(own, parsed.overrides) if command == "train" else []
+    loaded = merge([*layers, *launched, Layer("flag", parsed.overrides)])
     # Only a run fetches a tokenizer from the Hub.
     if command == "train" or Path(loaded.config.data.tokenizer).expanduser().exists():
         from tercet.data.tokenizers import fit_vocabulary
@@ -433,7 +434,7 @@ def _no_configuration(resume: str | None, folder: str | None) -> str:
     )
 
 
-def _launch_layers(options: Any) -> list[Layer]:
+def _launch_layers(options: Any, flags: Mapping[str, Any]) -> list[Layer]:
     """Values from the way the process was started: the number of ranks that torchrun reports, --allow-single-rank."""
     from tercet.config.environment import launch_number
     from tercet.config.load import Layer
@@ -441,6 +442,8 @@ def _launch_layers(options: Any) -> list[Layer]:
     layers = []
     if (ranks := os.environ.get("WORLD_SIZE")) is not None:
         layers.append(Layer("torchrun", {"parallel.world_size": launch_number("WORLD_SIZE", ranks, least=1)}))
+    elif flags.get("parallel.strategy") == "single":  # resumes a run of several ranks on one
+        layers.append(Layer("--parallel.strategy single", {"parallel.world_size": 1}))
     if options.allow_single_rank:
         layers.append(Layer("--allow-single-rank", {"parallel.allow_single_rank": True}))
     return layers
