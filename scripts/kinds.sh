@@ -5,7 +5,7 @@ flags_of_kind() { # kind, sequence length -> preset and flags. MATCHED: ffn_dim 
     case $1 in
     nsa | compressed) echo m7c ;;
     learned) echo "$learned" ;;
-    two-branch) echo "$learned --model.branches selected,window" ;;
+    two-branch) echo m7c-two-branch ;;
     two-branch-shared) echo "$learned --model.branches selected,window $one_set" ;;
     one-branch) echo "$learned --model.branches selected $one_set" ;;
     block-sparse) echo m7c-block-sparse ;;

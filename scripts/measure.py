@@ -1,18 +1,18 @@
 """Measure what docs/performance.md shows, on this machine's GPU, in calls of at most ten minutes.
 
-    python scripts/measure.py docs/results/performance --parts operator,train,decode,growth
+    python scripts/measure.py docs/results/performance --parts train,decode,decode-model
+    python scripts/measure.py docs/results/performance --parts operator,growth,kernels
     python scripts/measure.py docs/results/performance --parts shapes,large --warm 200
-    python scripts/measure.py docs/results/performance --parts kernels,blocks,fp8,batches,million
-    python scripts/measure.py docs/results/performance --parts modes,decode-model
+    python scripts/measure.py docs/results/performance --parts blocks,fp8,batches,million
 
 Writes one JSON file per part, each with date, device and versions. Each part runs in its own process with a time limit;
 results are saved after every row, so a part that is cut off keeps its finished rows and is marked incomplete. Before
 timing, worker processes compile the kernels of these parts in parallel. `--quick` runs every part at toy sizes on a
 CPU, to test this script.
 
+    train     whole training steps of m7c in every mode, 2k to 64k: dense, NSA, two-branch, block-sparse
     operator  forward and forward + backward of the operator against dense (cuDNN): random inputs, blocks that a trained
               model selected in text, smooth inputs
-    train     whole training steps of m7c and its dense baseline, 2k to 64k; dense with packed documents too
     decode    attention of one decode step, batch 1 and 16
     decode-model  tokens/s and time to the first token of m7c in every mode, batch 1 and 16
     growth    the operator from 8k to 1M tokens
@@ -23,7 +23,6 @@ CPU, to test this script.
     fp8       one linear layer at the shapes of 1b in float8 against bf16
     batches   small batches of m7c, with and without a CUDA graph
     million   one training step on 1,048,576 tokens
-    modes     whole training steps of m7c, 2k to 64k: dense, NSA and block-sparse
 """
 
 from __future__ import annotations
@@ -41,25 +40,25 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from measurements import decode, fp8, modes, operator, profiles, shapes, steps
+from measurements import decode, fp8, operator, profiles, shapes, steps, train
 from measurements.part import ROOT, Part, Warmup
 
 PARTS = {
+    "train": Part(train.train, 260, train.warmups),
     "operator": Part(operator.operator, 160, operator.operator_warmups, operator.compile_shapes),
-    "train": Part(steps.train, 260, steps.train_warmups),
     "decode": Part(decode.attention, 60, decode.attention_warmups, decode.compile_attention),
     "decode-model": Part(decode.models, 110, decode.model_warmups, decode.compile_model),
     "growth": Part(operator.growth, 80, operator.growth_warmups, operator.compile_shapes),
     "shapes": Part(shapes.shapes, 200, shapes.warmups, shapes.compile_family),
     "large": Part(steps.large, 250, steps.large_warmups),
-    "kernels": Part(profiles.kernels, 90, steps.train_warmups),
+    "kernels": Part(profiles.kernels, 90, train.warmups),
     "blocks": Part(steps.blocks, 100, steps.blocks_warmups),
     "fp8": Part(fp8.fp8, 40, fp8.warmups, fp8.compile_casts),
     "batches": Part(steps.batches, 50, steps.batches_warmups),
     "million": Part(steps.million, 80),
-    "modes": Part(modes.modes, 240, modes.warmups),
 }
-MAIN = ("operator", "train", "decode", "growth", "kernels", "batches", "million")  # what every run should measure
+# what every run should measure
+MAIN = ("train", "decode", "decode-model", "operator", "growth", "kernels", "batches", "million")
 
 
 # Compiling in parallel

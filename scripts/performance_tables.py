@@ -6,7 +6,7 @@
 
 A page marks a table with `<!-- table:NAME -->` and `<!-- /table -->`; TABLES below maps each name to a function. Tables
 of parts that not every run measures are empty without them, and bring their heading. All parts must come from the
-same date, device and versions, except those in SEPARATE, whose tables state their own.
+same device and versions; the page states the date of each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import retrieval_tables
-from performance import decode, modes, operator, results, steps
+from performance import decode, operator, results, steps, train
 from performance.charts import Line, panel, svg
 from performance.results import (
     MISSING,
@@ -25,7 +25,6 @@ from performance.results import (
     day,
     first,
     item,
-    measured_line,
     paragraph,
     part,
     ratio,
@@ -37,7 +36,12 @@ from performance.results import (
 
 IMAGES = ROOT / "docs" / "images"
 PAGES = (ROOT / "docs" / "performance.md", ROOT / "README.md")
-SEPARATE = ("modes", "decode-model")  # parts that may be measured on another day than the rest
+SECTIONS = {
+    "train": "training steps", "decode": "attention of a decode step", "decode-model": "whole models that decode",
+    "operator": "operator", "growth": "growth", "kernels": "where the time goes", "shapes": "shapes",
+    "large": "larger models", "blocks": "sizes of blocks", "fp8": "FP8", "batches": "small batches",
+    "million": "a million tokens",
+}  # fmt: skip
 MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -45,32 +49,28 @@ MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTAL
 
 
 def measured() -> str:
-    """Date, device and versions of the results."""
-    files = sorted(file for file in results.RESULTS.glob("*.json") if file.stem not in SEPARATE)
-    found = [part(file.stem) for file in files]
+    """Device and versions of the results, and the date of every part."""
+    found = {name: part(name) for name in SECTIONS if (results.RESULTS / f"{name}.json").exists()}
     if not found:
         return f"{MISSING}."
-    about = {(p["date"], p["device"], p["torch"], p["triton"], p["tercet"]) for p in found}
+    about = {(p["device"], p["torch"], p["triton"], p["tercet"]) for p in found.values()}
     if len(about) > 1:
-        raise ValueError(
-            f"{results.RESULTS} mixes runs ({len(about)} dates, devices or versions): measure all parts together"
-        )
-    line = measured_line(found[0])
-    if rows("modes"):
-        line += (
-            " The summary above, [block-sparse mode](#block-sparse-mode) and [decoding with whole models](#decode): "
-            f"{day(part('modes')['date'])}."
-        )
-    return paragraph(line)
+        raise ValueError(f"{results.RESULTS} mixes {len(about)} devices or versions: measure all parts with one")
+    ((device, torch, triton, tercet),) = about
+    dates: dict[str, list[str]] = {}
+    for name, p in found.items():
+        dates.setdefault(p["date"], []).append(SECTIONS[name])
+    when = "; ".join(f"{day(date)} ({', '.join(names)})" for date, names in sorted(dates.items()))
+    return paragraph(f"One {device}, Tercet {tercet}, torch {torch}, Triton {triton}, bf16. Measured on {when}.")
 
 
 def answer() -> str:
     """The summary at the top of the page."""
-    kinds = {"block-sparse learned": "block-sparse", "nsa learned": "NSA"}
-    steps = {mode: [modes.step_ratio(mode, n) for n in (2048, 4096, 8192, 65536)] for mode in kinds}
+    kinds = {"block-sparse learned": "block-sparse", "two-branch learned": "two-branch", "nsa learned": "NSA"}
+    steps = {mode: [train.step_ratio(mode, n) for n in (2048, 4096, 8192, 65536)] for mode in kinds}
     decodes = {
         mode: [decode.model_ratio(mode, 65536, batch) for batch in (1, 16)]
-        for mode in ("block-sparse", "block-sparse learned", "nsa learned")
+        for mode in ("block-sparse learned", "two-branch learned", "nsa learned", "block-sparse")
     }
     if None in (value for found in (*steps.values(), *decodes.values()) for value in found):
         return f"{MISSING}."
@@ -78,13 +78,13 @@ def answer() -> str:
         "{} at {}× dense at 2k tokens, {}× at 4k, {}× at 8k and {}× at 64k".format(kinds[mode], *map(ratio, found))
         for mode, found in steps.items()
     )
-    means, learned, nsa = ("{}× and {}×".format(*map(ratio, found)) for found in decodes.values())
+    block_sparse, two_branch, nsa, means = ("{}× and {}×".format(*map(ratio, found)) for found in decodes.values())
     return "\n".join(
         [
             item(f"**Training** steps of `m7c` with learned selectors: {training}."),
             item(
-                f"**Decoding** with the whole model at 64k tokens and batch 1 and 16: block-sparse {means} dense, with "
-                f"learned selectors {learned}; NSA with them {nsa}."
+                f"**Decoding** with the whole model at 64k tokens and batch 1 and 16: block-sparse {block_sparse} "
+                f"dense, two-branch {two_branch}, NSA {nsa}; block-sparse without learned selectors {means}."
             ),
         ]
     )
@@ -92,33 +92,34 @@ def answer() -> str:
 
 def readme() -> str:
     lengths = (2048, 4096, 8192, 16384, 32768, 65536)
-    if not rows("modes"):
+    if not rows("train"):
         return f"{MISSING}."
 
     def steps(mode: str) -> list[str]:
-        return [ratio(modes.step_ratio(mode, n)) for n in lengths]
+        return [ratio(train.step_ratio(mode, n)) for n in lengths]
 
     def memory(mode: str) -> list[str]:
-        own, dense = ([modes.step(name, n).get("peak_gib") for n in lengths] for name in (mode, "dense"))
+        own, dense = ([train.step(name, n).get("peak_gib") for n in lengths] for name in (mode, "dense"))
         return [ratio(a / b if a and b else None) for a, b in zip(own, dense, strict=True)]
 
     def decoding(mode: str, batch: int) -> list[str]:
         return [ratio(decode.model_ratio(mode, n, batch)) for n in lengths]
 
     lines = [
-        ["dense, tokens/s", *(thousands(modes.step("dense", n).get("tokens_per_s")) for n in lengths)],
+        ["dense, tokens/s", *(thousands(train.step("dense", n).get("tokens_per_s")) for n in lengths)],
         ["**block-sparse, × dense**", *(f"**{cell}**" for cell in steps("block-sparse learned"))],
+        ["**two-branch, × dense**", *(f"**{cell}**" for cell in steps("two-branch learned"))],
         ["**NSA, × dense**", *(f"**{cell}**" for cell in steps("nsa learned"))],
-        ["NSA without learned selectors, × dense", *steps("nsa")],
         ["memory, block-sparse, × dense", *memory("block-sparse learned")],
+        ["memory, two-branch, × dense", *memory("two-branch learned")],
         ["memory, NSA, × dense", *memory("nsa learned")],
         ["decoding, block-sparse, batch 1, × dense", *decoding("block-sparse learned", 1)],
         ["decoding, block-sparse, batch 16, × dense", *decoding("block-sparse learned", 16)],
     ]
-    about = part("modes")
+    about = part("train")
     note = paragraph(
         f"Training steps of `m7c`, 65,536 tokens each, and decoding with the whole model, on one {about['device']} "
-        f"(torch {about['torch']}), {day(about['date'])}: `python scripts/measure.py OUT --parts modes,decode-model`. "
+        f"(torch {about['torch']}), {day(about['date'])}: `python scripts/measure.py OUT --parts train,decode-model`. "
         "Dense is cuDNN attention."
     )
     return f"{table(['context', *map(tokens, lengths)], lines)}\n\n{note}"
@@ -130,7 +131,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "operator": operator.operator,
     "operator-checks": operator.operator_checks,
     "operator-graph": operator.operator_graph,
-    "train": steps.train,
+    "train": train.train,
     "batches": steps.batches,
     "decode-attention": decode.decode_attention,
     "decode-model": decode.decode_model,
@@ -142,7 +143,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "large": steps.large,
     "blocks": steps.blocks,
     "fp8": steps.fp8,
-    "modes": modes.modes,
     "readme": readme,
 }
 
@@ -150,7 +150,7 @@ TABLES: dict[str, Callable[[], str]] = {
 # Plots
 
 
-NSA, BLOCK_SPARSE, DENSE = "#d1782c", "#2e8b57", "#3b6ea5"
+NSA, TWO_BRANCH, BLOCK_SPARSE, DENSE = "#d1782c", "#8e5ea2", "#2e8b57", "#3b6ea5"
 
 
 def headline() -> str:
@@ -158,13 +158,14 @@ def headline() -> str:
     lengths = (2048, 4096, 8192, 16384, 32768, 65536)
     kinds = (
         ("block-sparse learned", "block-sparse", "block-sparse", BLOCK_SPARSE),
+        ("two-branch learned", "two-branch", "two-branch", TWO_BRANCH),
         ("nsa learned", "learned", "NSA", NSA),
         ("dense", "dense", "dense", DENSE),
     )
     speed: list[Line] = []
     loss: list[Line] = []
     for mode, run, label, colour in kinds:
-        measured = ((n, first(rows("modes", mode=mode, length=n, outcome="ok"))) for n in lengths)
+        measured = ((n, first(rows("train", mode=mode, length=n, outcome="ok"))) for n in lengths)
         speed.append((label, colour, [(n, row["tokens_per_s"] / 1e3) for n, row in measured if row]))
         found = retrieval_tables.validations(run)
         loss.append((label, colour, [(retrieval_tables.minutes(run, n), found[n]) for n in (1300, 1700, 2000, 2500)]))

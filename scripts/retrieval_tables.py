@@ -43,9 +43,11 @@ def needles() -> str:
     """Sentences found in plain text, of 176 per length."""
     files = {
         "NSA, learned selectors": FOLDER / "learned-needle.txt",
+        "two-branch, learned selectors": FOLDER / "two-branch-needle.txt",
         "block-sparse, learned selectors": FOLDER / "block-sparse-needle.txt",
         "dense": FOLDER / "dense-needle.txt",
         "NSA, step 1,700": CONVERSION / "scratch-needle.txt",
+        "two-branch, step 1,700": FOLDER / "two-branch-1700-needle.txt",
         "block-sparse, step 1,700": FOLDER / "block-sparse-1700-needle.txt",
         "dense, step 1,700": CONVERSION / "dense-needle.txt",
         "dense, step 1,700, second run": CONVERSION / "second" / "dense-needle.txt",
@@ -81,9 +83,11 @@ def single() -> str:
     """Single needles by length."""
     files = {
         "NSA, learned selectors": "learned-single-training.json",
+        "two-branch, learned selectors": "two-branch-single-training.json",
         "block-sparse, learned selectors": "block-sparse-single-training.json",
         "dense": "dense-single-training.txt",
         "NSA, held-out wording": "learned-single-held-out.json",
+        "two-branch, held-out wording": "two-branch-single-held-out.json",
         "block-sparse, held-out wording": "block-sparse-single-held-out.json",
         "dense, held-out wording": "dense-single-held-out.txt",
     }
@@ -135,6 +139,7 @@ def losses() -> str:
     """Held-out loss at the same step of the same run through the data, and the time that the steps took."""
     kinds = {
         "learned": "NSA, learned selectors",
+        "two-branch": "two-branch, learned selectors",
         "block-sparse": "block-sparse, learned selectors",
         "dense": "dense",
     }
@@ -148,19 +153,15 @@ def losses() -> str:
 
 
 def positions() -> str:
-    """Held-out loss by position in the document, after the same steps."""
-    files = {
-        "dense": CONVERSION / "dense-perplexity.txt",
-        "NSA": CONVERSION / "scratch-perplexity.txt",
-        "block-sparse": FOLDER / "block-sparse-1700-perplexity.txt",
-    }
-    found = {name: _last_line(file)["by_position"] for name, file in files.items()}
+    """Held-out loss in sequences of 8,192 by position in the document, after the same steps."""
+    files = {"dense": "dense", "NSA": "learned", "two-branch": "two-branch", "block-sparse": "block-sparse"}
+    found = {name: _last_line(FOLDER / f"{file}-perplexity.txt")["by_position"] for name, file in files.items()}
     if len({tuple(b["tokens"] for b in bins) for bins in found.values()}) != 1:
         raise ValueError("the models were evaluated on different text: run the evaluations again")
     shown = {name: [b for b in bins if b["first"] in (8, 64, 512, 1024, 2048, 4096)] for name, bins in found.items()}
     dense = shown["dense"]
     rows = [[name, *(f"{b['loss']:.4f}" for b in bins)] for name, bins in shown.items()]
-    for name in ("NSA", "block-sparse"):
+    for name in ("NSA", "two-branch", "block-sparse"):
         change = (f"{b['loss'] / a['loss'] - 1:.1%}" for a, b in zip(dense, shown[name], strict=True))
         rows.append([f"{name} vs dense", *(text.replace("-", "−") for text in change)])
     return _rows(["tokens before", *(f"{b['first']:,}–{b['last']:,}" for b in dense)], rows)
@@ -168,12 +169,12 @@ def positions() -> str:
 
 def tasks() -> str:
     """All tasks by length, and what other models find at the longest."""
-    files = {"NSA": "learned", "block-sparse": "block-sparse", "dense": "dense"}
+    files = {"NSA": "learned", "two-branch": "two-branch", "block-sparse": "block-sparse", "dense": "dense"}
     found = {
         kind: {(f["task"], f["length"]): f for f in _ruler(f"{name}-tasks.json") if f["depth"] is None}
         for kind, name in files.items()
     }
-    columns = [("NSA", 1024), ("NSA", 4096), ("NSA", 8192), ("block-sparse", 8192), ("dense", 8192)]
+    columns = [("NSA", 1024), *((kind, 8192) for kind in files)]
     rows = [
         [f"`{task}`", *(_cell(found[kind][task, length]) for kind, length in columns)]
         for task in dict.fromkeys(task for task, _ in found["NSA"])
@@ -183,7 +184,7 @@ def tasks() -> str:
 
 def context() -> str:
     """Loss of the same last tokens with more context."""
-    kinds = {"NSA": "learned", "block-sparse": "block-sparse", "dense": "dense"}
+    kinds = {"NSA": "learned", "two-branch": "two-branch", "block-sparse": "block-sparse", "dense": "dense"}
     found = [_last_line(FOLDER / f"{name}-context.txt")["by_context"] for name in kinds.values()]
     rows = []
     for cells in zip(*found, strict=True):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from measurements.modes import MODES, kind_of
 from measurements.part import Warmup, compile_job, free
+from measurements.train import MODES, kind_of
 from tercet.bench.decode import HEADS, attention_rows
 from tercet.bench.decode_model import model_rows
 

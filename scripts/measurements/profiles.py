@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from measurements.part import CORRELATION, free
-from measurements.steps import train_cells
+from measurements.train import mode_cells
 from tercet.attention.config import NSAConfig
 from tercet.attention.functional import nsa_attention
 from tercet.bench import attention
@@ -19,7 +19,7 @@ from tercet.bench.train_cell import kernel_times
 def kernels(quick: bool) -> Iterator[dict[str, Any]]:
     if quick:
         return  # kernel times need a GPU
-    wanted = {(cell["length"], cell["kind"]): cell for cell in train_cells(quick)}
+    wanted = {(cell["length"], cell["mode"]): cell for cell in mode_cells(quick)}
     for length in (8192, 2048, 65536):
         for kind in ("nsa", "dense"):
             yield {"of": "step", "kind": kind, "length": length, "kernels": kernel_times(wanted[length, kind])}

@@ -1,4 +1,4 @@
-"""Whole training steps: m7c over the length, small batches, a million tokens, larger models, sizes of blocks."""
+"""Whole training steps: small batches, a million tokens, larger models, sizes of blocks."""
 
 from __future__ import annotations
 
@@ -16,27 +16,9 @@ from tercet.config.load import load
 from tercet.doctor.memory import step_memory
 
 Cell = dict[str, Any]
-LENGTHS = (2048, 8192, 65536, 4096, 16384, 32768)
 LARGE = ("1b", "350m", "1b-64k", "350m-64k")
 BLOCKS = {32: 32, 128: 8, 64: 16}  # select_block: select_count, 1,024 tokens each
 TOKENS = 65536
-
-
-def train(quick: bool) -> Iterator[Cell]:
-    yield from measured_steps(train_cells(quick), steps=2 if quick else 5, repeats=1 if quick else 3, check=True)
-
-
-def train_cells(quick: bool) -> list[Cell]:
-    preset, lengths, tokens = ("tiny", (64, 128), 128) if quick else ("m7c", LENGTHS, TOKENS)
-    flags = {"run.device": "cpu", "model.layers": 1} if quick else {}
-    packed_dense = step_cells(preset, ("dense",), lengths, tokens, flags, packed="dense")
-    return step_cells(preset, ("nsa", "dense"), lengths, tokens, flags) + packed_dense
-
-
-def train_warmups() -> list[Warmup]:
-    # Other lengths use the same kernels, or compile within seconds.
-    wanted = {("nsa", 2048), ("nsa", 4096), ("nsa", 8192), ("nsa", 65536), ("dense", 2048), ("dense", 65536)}
-    return [_job(cell) for cell in train_cells(False) if (cell["kind"], cell["length"]) in wanted]
 
 
 def batches(quick: bool) -> Iterator[Cell]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from performance import results
-from performance.modes import LABELS, cell, wins
-from performance.results import Row, first, number, paragraph, ratio, rows, table, tokens
+from performance.results import Row, first, number, ratio, rows, table, tokens
+from performance.train import LABELS, cell
 
 
 def decode_attention() -> str:
@@ -22,7 +22,7 @@ def decode_attention() -> str:
 
 
 def decode_model() -> str:
-    """Tokens/s of the whole model, and when they were measured."""
+    """Tokens/s of the whole model."""
     found = rows("decode-model")
     if not found:
         return f"{results.MISSING}."
@@ -40,17 +40,7 @@ def decode_model() -> str:
     caches = (first(rows("decode-model", mode=mode, context=longest)) for mode in names)
     lines.append(["cache, B/token", "", *(number(row.get("cache_bytes_per_token")) for row in caches)])
     head = ["context", "batch", *(LABELS[mode] for mode in names)]
-    contexts = sorted({row["context"] for row in found})
-    won = [
-        sentence
-        for batch in sorted({row["batch"] for row in found})
-        for sentence in wins(
-            {mode: {n: model_ratio(mode, n, batch) for n in contexts} for mode in names if mode != "dense"},
-            f" at batch {batch}",
-        )
-    ]
-    measured = paragraph(results.measured_line(results.part("decode-model")))
-    return "\n\n".join([table(head, lines), paragraph(" ".join(won)), measured])
+    return table(head, lines)
 
 
 def model_ratio(mode: str, context: int, batch: int) -> float | None:

@@ -40,14 +40,6 @@ def first(found: Sequence[Row]) -> Row:
 # Formatting
 
 
-def measured_line(about: Row) -> str:
-    """Date, device and versions of a result file."""
-    return (
-        f"Measured on {day(about['date'])}: one {about['device']}, Tercet {about['tercet']}, torch {about['torch']}, "
-        f"Triton {about['triton']}, bf16."
-    )
-
-
 def day(date: str) -> str:
     year, month, day = map(int, date.split("-"))
     return f"{day} {calendar.month_name[month]} {year}"

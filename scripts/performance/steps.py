@@ -5,51 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from performance.results import Row, first, number, pair, paragraph, part, ratio, rows, table, thousands, tokens
+from performance.results import Row, first, number, pair, paragraph, ratio, rows, table, thousands, tokens
 from tercet.bench.train import compared
 from tercet.config.load import load
-
-
-def step(kind: str, length: int, *, packed: bool | None = None) -> Row:
-    """A cell of the `train` part, by default packed for NSA only; empty if it failed or its loss was wrong."""
-    cell = _cell(kind, length, kind == "nsa" if packed is None else packed)
-    return cell if cell.get("outcome") == "ok" else {}
-
-
-def _cell(kind: str, length: int, packed: bool) -> Row:
-    return first([x for x in rows("train", kind=kind, length=length) if x["packed"] == packed])
-
-
-def step_ratio(length: int) -> float | None:
-    """NSA's tokens/s over dense's; None if the kernels failed their check or the losses differ."""
-    check = first([row for row in part("train")["results"] if "parity" in row])
-    cells = [_cell(kind, length, kind == "nsa") for kind in ("nsa", "dense")]
-    if not all(cells):
-        return None
-    ratio: float | None = compared(cells, check.get("correct"))[0]["times_dense"]
-    return ratio
-
-
-def train() -> str:
-    """Packed dense steps have a column if they were measured."""
-    lines = []
-    with_packed = bool(rows("train", kind="dense", packed=True))
-    for length in (2048, 4096, 8192, 16384, 32768, 65536):
-        nsa, dense, packed = step("nsa", length), step("dense", length), step("dense", length, packed=True)
-        if nsa or dense:
-            lines.append(
-                [
-                    tokens(length),
-                    thousands(nsa.get("tokens_per_s")),
-                    thousands(dense.get("tokens_per_s")),
-                    *([thousands(packed.get("tokens_per_s"))] if with_packed else []),
-                    f"**{ratio(step_ratio(length))}**",
-                    pair(nsa.get("ms"), dense.get("ms")),
-                    pair(nsa.get("peak_gib"), dense.get("peak_gib")),
-                ]
-            )
-    speeds = ["NSA, tokens/s", "dense, tokens/s", *(["dense, packed"] if with_packed else []), "× dense"]
-    return table(["length", *speeds, "ms per step, NSA / dense", "GiB, NSA / dense"], lines)
 
 
 def batches() -> str:

@@ -53,13 +53,6 @@ def test_a_failing_subprocess_fails_its_part(measure: ModuleType, monkeypatch: p
         list(measure.PARTS["train"].measure(True))
 
 
-def test_every_length_of_the_page_is_measured(measure: ModuleType) -> None:
-    cells = measure.steps.train_cells(False)
-    kinds = (("nsa", True), ("dense", False), ("dense", True))
-    assert [(c["kind"], c["packed"], c["length"]) for c in cells if c["length"] == 8192] == [(*k, 8192) for k in kinds]
-    assert {(c["kind"], c["packed"], c["length"]) for c in cells} == {(*k, 2048 << i) for k in kinds for i in range(6)}
-
-
 def test_larger_models_fit_one_gpu_as_their_presets_are(measure: ModuleType) -> None:
     cells = measure.steps.large_cells(False)
     presets = {
@@ -82,18 +75,18 @@ def test_blocks_of_every_size_read_as_many_tokens(measure: ModuleType) -> None:
 
 
 def test_modes_of_a_length_are_measured_in_a_row_by_importance(measure: ModuleType) -> None:
-    cells = measure.modes.step_modes(False)
+    cells = measure.train.mode_cells(False)
     assert list(dict.fromkeys(cell["length"] for cell in cells)) == [8192, 65536, 2048, 32768, 4096, 16384]
-    assert len(cells) == 6 * len(measure.modes.MODES)
+    modes = [*measure.train.MODES, "dense packed"]
+    assert [cell["mode"] for cell in cells] == 6 * modes
     assert {cell["batch"] * cell["length"] for cell in cells} == {65536}
-    assert [cell["mode"] for cell in cells[: len(measure.modes.MODES)]] == list(measure.modes.MODES)
     assert all(cell["packed"] == (cell["mode"] != "dense") for cell in cells)
 
 
 @pytest.mark.parametrize("selector", ["compressed", "learned"])
 def test_the_block_sparse_mode_is_what_an_import_gives(measure: ModuleType, selector: str) -> None:
     name = "block-sparse" if selector == "compressed" else "block-sparse learned"
-    cell = next(cell for cell in measure.modes.step_modes(False) if cell["mode"] == name)
+    cell = next(cell for cell in measure.train.mode_cells(False) if cell["mode"] == name)
     dense = load(preset="m7c-dense", flags={"model.compress_selected_keys": False}).config.model.model_dump()
     own = set(attention_options("block-sparse", 0, selector)) | {"shared_kv", "branches"}
     imported = {key: value for key, value in dense.items() if key not in own}
@@ -102,19 +95,21 @@ def test_the_block_sparse_mode_is_what_an_import_gives(measure: ModuleType, sele
 
 
 def test_steps_with_a_learned_selector_include_its_loss(measure: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    taught = []
+    computed = []
     whole = BlockSelector.loss_of_rows
-    monkeypatch.setattr(BlockSelector, "loss_of_rows", lambda *given, **more: taught.append(1) or whole(*given, **more))
-    for cell in measure.modes.step_modes(True)[: len(measure.modes.MODES)]:
-        taught.clear()
+    monkeypatch.setattr(
+        BlockSelector, "loss_of_rows", lambda *given, **more: computed.append(1) or whole(*given, **more)
+    )
+    for cell in measure.train.mode_cells(True)[: len(measure.train.MODES)]:
+        computed.clear()
         train_cell.measure(cell | {"flags": cell["flags"] | {"train.compile": "off"}}, 1, 0)
-        assert bool(taught) == cell["mode"].endswith("learned"), cell["mode"]
+        assert bool(computed) == cell["mode"].endswith("learned"), cell["mode"]
 
 
 def test_the_warm_up_of_modes_runs_every_cell(measure: ModuleType) -> None:
-    asked = [json.loads(job.argv[-1]) for job in measure.modes.warmups() if "--compile" not in job.argv]
+    asked = [json.loads(job.argv[-1]) for job in measure.train.warmups() if "--compile" not in job.argv]
     compiled = [(cell["mode"], cell["length"]) for job in asked for cell in job["cells"]]
-    wanted = [(cell["mode"], cell["length"]) for cell in measure.modes.step_modes(False)]
+    wanted = [(cell["mode"], cell["length"]) for cell in measure.train.mode_cells(False)]
     assert sorted(compiled) == sorted(wanted)
 
 

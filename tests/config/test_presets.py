@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tercet import plan
-from tercet.config.load import differences, load, preset_about, preset_names
+from tercet.config.load import dense_baseline, differences, load, preset_about, preset_names
 from tercet.data.tokenizers import load_tokenizer
 from tercet.errors import UsageError
 from tercet.model.cost import parameters
@@ -20,7 +20,10 @@ GPU = Device("H200", 989e12, 141 * 2**30, 0.3)
 
 def test_the_documented_presets_exist():
     documented = {"tiny", "m7c", "m7c-2gpu", "m7c-gpt2", "m7c-64k", "350m", "350m-64k", "1b", "1b-64k"}
-    assert set(NAMES) == documented | {f"{name}-dense" for name in documented} | {"m7c-block-sparse"}
+    sharing = {"m7c-block-sparse", "m7c-two-branch"}  # their baseline is m7c-dense
+    assert set(NAMES) == documented | {f"{name}-dense" for name in documented} | sharing
+    assert all(dense_baseline(name) == f"{name}-dense" for name in documented)
+    assert {dense_baseline(name) for name in sharing} == {"m7c-dense"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -50,6 +53,11 @@ def test_the_block_sparse_preset_differs_from_its_baseline_only_in_attention():
     for name, value in {"attention": "nsa", "gate": "none", "selector": "learned"}.items():
         assert found.pop(f"model.{name}")[1] == value
     assert set(found) <= {"run.name", "model.branches", "model.shared_kv", "model.compress_selected_keys"}
+
+
+def test_the_two_branch_preset_differs_from_m7c_only_in_branches_and_selector():
+    found = differences(load("m7c").config, load("m7c-two-branch").config)
+    assert set(found) == {"run.name", "model.branches", "model.selector"}
 
 
 def test_tiny_shuffles_over_many_more_sequences_than_it_reads():
@@ -115,7 +123,7 @@ def test_m7c_has_the_m7c_sizes_except_for_window_and_block_selection():
 @pytest.mark.parametrize(
     ("name", "millions"),
     [
-        ("m7c-dense", 73), ("m7c-block-sparse", 75), ("m7c-gpt2-dense", 112), ("m7c-gpt2", 116), ("m7c", 77),
+        ("m7c-dense", 73), ("m7c-block-sparse", 75), ("m7c-gpt2-dense", 112), ("m7c-gpt2", 116), ("m7c", 77), ("m7c-two-branch", 77),
         ("350m", 357), ("350m-dense", 338),
         ("1b", 1004), ("1b-dense", 946),
     ],

@@ -149,6 +149,18 @@ def test_window_steps_equal_the_reference(dtype) -> None:
 
 
 @pytest.mark.parametrize("selector", ["compressed", "learned"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_block_sparse_steps_equal_the_reference(dtype, selector) -> None:
+    layer = make(tercet.BlockSparseAttention, 12, 2, 64, dtype=dtype, selector=selector)
+    cache = filled(layer, [0, 700, 20001], 20100)
+    other = copy.deepcopy(cache)
+    xs = torch.randn(3, 3, 1, 64, device="cuda", dtype=dtype)
+    found = stepped(layer, cache, xs, "triton")
+    assert relative(found, stepped(layer, other, xs, "reference")) < LIMIT[dtype]
+    assert torch.equal(cache.reads, other.reads)
+
+
+@pytest.mark.parametrize("selector", ["compressed", "learned"])
 @pytest.mark.parametrize("tokens", [65536, 300_000, 1_000_000])
 def test_a_long_context_selects_as_exact_arithmetic_does(tokens: int, selector: str) -> None:
     layer = make(tercet.NativeSparseAttention, 16, 2, 64, selector=selector)

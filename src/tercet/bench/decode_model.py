@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tercet.inference.decoder import CachedDecoder
+from tercet.model.block_sparse import BlockSparseAttention
 from tercet.model.cache import Cache
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.transformer import Transformer
@@ -82,7 +83,7 @@ def _at(
     held = sum(cache.nbytes() for cache in decoder.cache) / room
     row |= {"first_token_s": seconds, "cache_bytes_per_token": held}
     layer = model.attention_layers()[0]
-    if token.is_cuda and isinstance(layer, NativeSparseAttention):
+    if token.is_cuda and isinstance(layer, NativeSparseAttention | BlockSparseAttention):
         error = step_error(layer, decoder.cache[0])
         row |= {"error": error, "correct": correct(error)}
     for batch in batches:
@@ -104,7 +105,7 @@ def _at(
 
 
 @torch.no_grad()
-def step_error(layer: NativeSparseAttention, cache: Cache) -> float:
+def step_error(layer: NativeSparseAttention | BlockSparseAttention, cache: Cache) -> float:
     """Relative error of one decode step on the kernels against the reference, with random values in a copy of at most
     two rows of the cache."""
     mine = copy.copy(cache)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tercet.atomic_io import write_text
-from tercet.config.load import load
+from tercet.config.load import dense_baseline, load
 from tercet.config.schema import RunConfig
 from tercet.config.sections import ActivationCheckpointing
 from tercet.errors import TercetError, UsageError
@@ -56,9 +56,10 @@ def cells_of(
     settings += [(b, batch_length) for b in batches if (b, batch_length) not in settings]
     if not settings:
         raise UsageError("neither --lengths nor --batches given: nothing to measure")
+    presets = {"nsa": preset, "dense": dense_baseline(preset)}
     return [
         {
-            "kind": kind, "batch": batch, "length": length, "preset": preset if kind == "nsa" else f"{preset}-dense",
+            "kind": kind, "batch": batch, "length": length, "preset": presets[kind],
             "checkpointing": checkpointing, "packed": as_one_row,
         }
         for batch, length in settings

@@ -104,6 +104,13 @@ def preset_about(name: str) -> str:
     return str(_preset_table(name).get("about", ""))
 
 
+def dense_baseline(name: str) -> str:
+    """The preset with dense attention to compare with: `NAME-dense`, or the baseline of the preset it builds on."""
+    while f"{name}-dense" not in preset_names():
+        name = _preset_table(name)["preset"]
+    return f"{name}-dense"
+
+
 def preset_layers(name: str) -> list[Layer]:
     """Layers of a preset, after those of the preset it builds on."""
     return _layers(_preset_table(name), f"preset {name}")
