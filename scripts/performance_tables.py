@@ -171,11 +171,11 @@ def headline() -> str:
         loss.append((label, colour, [(retrieval_tables.minutes(run, n), found[n]) for n in (1300, 1700, 2000, 2500)]))
     left = panel(
         20, "Training throughput, thousand tokens/s", "context length, tokens", speed, log_x=True, zero=True,
-        x_ticks=[(n, tokens(n)) for n in lengths],
+        x_ticks=[(n, tokens(n)) for n in lengths], legend="bottom left",
     )  # fmt: skip
     right = panel(
         430, "Held-out loss from 8k to 64k, nats per byte", "minutes of training steps", loss, log_x=False, zero=False,
-        x_ticks=[(n, str(n)) for n in range(2, 14, 2)],
+        x_ticks=[(n, str(n)) for n in range(2, 14, 2)], legend="top right",
     )  # fmt: skip
     return svg(840, 300, [*left, *right])
 

@@ -10,9 +10,9 @@ Line = tuple[str, str, list[tuple[float, float]]]  # label, colour, points
 
 def panel(
     at: float, title: str, x_label: str, lines: Sequence[Line], *, log_x: bool, zero: bool,
-    x_ticks: Sequence[tuple[float, str]], log_y: bool = False,
+    x_ticks: Sequence[tuple[float, str]], log_y: bool = False, legend: str = "top left",
 ) -> list[str]:  # fmt: skip
-    """One chart of 390 × 300 whose left edge is `at`."""
+    """One chart of 390 × 300 whose left edge is `at`. legend: top left, top right or bottom left."""
     left, right, top, bottom = at + 46, at + 372, 44, 246
     xs = [x for _, _, points in lines for x, _ in points]
     ys = [y for _, _, points in lines for _, y in points]
@@ -29,14 +29,14 @@ def panel(
         if min(xs) <= x <= max(xs):
             out.append(text(fx(x), bottom + 17, label, "middle"))
     out.append(text((left + right) / 2, bottom + 38, x_label, "middle"))
+    legend_x = right - 110 if "right" in legend else left + 14
+    legend_y = bottom - 4 - 18 * len(lines) if "bottom" in legend else top + 4
     for row, (label, colour, points) in enumerate(lines):
         path = " ".join(f"{fx(x):.1f},{fy(y):.1f}" for x, y in points)
         out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
         out += [f'<circle cx="{fx(x):.1f}" cy="{fy(y):.1f}" r="3.5" fill="{colour}"/>' for x, y in points]
-        falling = points and points[-1][1] < points[0][1]
-        legend_x = right - 110 if falling else left + 14
-        out.append(f'<rect x="{legend_x:g}" y="{top + 4 + 18 * row:g}" width="12" height="12" fill="{colour}"/>')
-        out.append(text(legend_x + 18, top + 14 + 18 * row, label))
+        out.append(f'<rect x="{legend_x:g}" y="{legend_y + 18 * row:g}" width="12" height="12" fill="{colour}"/>')
+        out.append(text(legend_x + 18, legend_y + 10 + 18 * row, label))
     return out
 
 

@@ -123,7 +123,8 @@ def test_m7c_has_the_m7c_sizes_except_for_window_and_block_selection():
 @pytest.mark.parametrize(
     ("name", "millions"),
     [
-        ("m7c-dense", 73), ("m7c-block-sparse", 75), ("m7c-gpt2-dense", 112), ("m7c-gpt2", 116), ("m7c", 77), ("m7c-two-branch", 77),
+        ("m7c-dense", 73), ("m7c-block-sparse", 75), ("m7c-gpt2-dense", 112), ("m7c-gpt2", 116), ("m7c", 77),
+        ("m7c-two-branch", 77),
         ("350m", 357), ("350m-dense", 338),
         ("1b", 1004), ("1b-dense", 946),
     ],
