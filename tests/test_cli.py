@@ -207,6 +207,14 @@ def test_a_file_and_flags_complete_each_other(capsys, tmp_path):
     assert 'path = ["a.txt", "b.txt"]  # flag' in out
 
 
+def test_branches_and_selector_are_described(capsys):
+    options = ["--model.branches", "selected,window", "--model.selector", "learned"]
+    _, out, _ = run(capsys, "plan", "--preset", "tiny", *options)
+    assert "2 layers (nsa, branches selected and window, learned selector)" in out
+    _, out, _ = run(capsys, "plan", "--preset", "tiny")
+    assert "2 layers (nsa)" in out
+
+
 def test_mixed_attention_is_described(capsys):
     code, out, _ = run(capsys, "plan", "--preset", "tiny", "--model.attention", "nsa", "dense")
     assert code == 0

@@ -168,7 +168,8 @@ def render(config: RunConfig, plan: CostPlan) -> list[str]:
     largest = max(range(len(plan.stages)), key=lambda i: plan.stages[i].memory_total, default=0)
     per_step = f"{quantity(plan.flops_per_token * plan.tokens_per_step, 'FLOP')} per step, " * (not plan.stages)
     rows = {
-        "model": f"{plural(model.layers, 'layer')} ({mix}), dim {model.dim}, {plural(model.heads, 'query head')} and "
+        "model": f"{plural(model.layers, 'layer')} ({mix}{model.nsa_options}), dim {model.dim}, "
+        f"{plural(model.heads, 'query head')} and "
         f"{plural(model.kv_heads, 'KV head')} of {model.head_dim}, ffn {model.ffn_dim}, "
         f"vocabulary {model.vocab_size:,}",
         "parameters": f"{quantity(p.total)}: embedding {quantity(p.embedding)}, attention {quantity(p.attention)}, "

@@ -260,6 +260,17 @@ class ModelConfig(BaseModel):
         return tuple(sparse if kind == "nsa" else kind for kind in self.attention_kinds)
 
     @property
+    def nsa_options(self) -> str:
+        """How nsa layers differ from the paper's, as a phrase after attention_names: ", branches selected and window,
+        learned selector"; empty if they do not."""
+        if "nsa" not in self.attention_kinds:
+            return ""
+        left_out = self.gate != "none" and len(self.branches) < len(get_args(Branch))
+        branches = f", {'branch' if len(self.branches) == 1 else 'branches'} {' and '.join(self.branches)}"
+        selector = "" if self.selector == "compressed" else f", {self.selector} selector"
+        return branches * left_out + selector
+
+    @property
     def head_value_dim(self) -> int:
         """Dv."""
         return self.head_dim if self.value_dim is None else self.value_dim

@@ -59,7 +59,7 @@ def header_lines(
     train, model = config.train, config.model
     kinds = "+".join(sorted(set(model.attention_names)))
     heads = f"{plural(model.heads, 'query head')}, {plural(model.kv_heads, 'KV head')}"
-    sizes = f"{plural(model.layers, 'layer')} of {kinds}, dim {model.dim}, {heads}"
+    sizes = f"{plural(model.layers, 'layer')} of {kinds}{model.nsa_options}, dim {model.dim}, {heads}"
     tokens = quantity(config.total_tokens)
     trains = f", of which the selectors' {quantity(selector_parameters(model))} train" if train.selector.only else ""
     lines = [
