@@ -238,7 +238,7 @@ def test_training_selectors_alone_needs_some() -> None:
     [
         ({"data.seq_len": 1024}, r"all of its sequence of at most 1024 tokens .*use sequences of more than 1024"),
         ({"train.stages": "512:2,1024:2"}, "use sequences of more than 1024"),
-        ({"model.gate": "none", "model.dense_below": 4096}, r"more than 4096 .*or lower model\.dense_below"),
+        ({"model.gate": "none", "model.dense_below": 4096}, r"dense_below = 4096.*or lower model\.dense_below"),
         ({"model.nsa.select_count": 3}, r"select_count=3 blocks .* forced .*raise model\.nsa\.select_count above 3"),
         ({"train.selector.weight": 0}, r"train\.selector\.weight=0"),
     ],

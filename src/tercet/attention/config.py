@@ -166,10 +166,11 @@ def nothing_to_choose(nsa: NSAConfig, length: int, dense_below: int) -> NoChoice
     """Whether no query of a sequence of `length` tokens has a choice of blocks; None if some have."""
     reach = max(nsa.selected_tokens, dense_below)
     if length <= reach:
-        lower = "model.dense_below" if dense_below > nsa.selected_tokens else "model.nsa.select_count"
+        by_dense = dense_below > nsa.selected_tokens
+        lower = "model.dense_below" if by_dense else "model.nsa.select_count"
         return NoChoice(
-            f"every query reads all of its sequence of at most {length} tokens (select_count × select_block and "
-            f"dense_below reach {reach})",
+            f"every query reads all of its sequence of at most {length} tokens "
+            f"({'dense_below' if by_dense else 'select_count × select_block'} = {reach})",
             f"use sequences of more than {reach} tokens (data.seq_len or train.stages), or lower {lower}",
             True,
         )

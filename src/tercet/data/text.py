@@ -231,7 +231,8 @@ class TextStream:
             if found == 0:
                 raise DataUsageError(
                     f"{self._name}: no document for {self._options.split} with validation_fraction="
-                    f"{self._options.validation_fraction}: change that fraction, or add documents"
+                    f"{self._options.validation_fraction}: change that fraction, or add documents (identical ones "
+                    "are all on one side)"
                 )
             epoch, position, number = epoch + 1, None, 0
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tercet.config.flags import Arg
 from tercet.errors import TercetError, UsageError
 from tercet.inference.arguments import Device, Dtype, Run, at_least_one, check_model, read_prompt_file
+from tercet.telemetry.units import plural
 from tercet.terminal import printable
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def _print_answers(model: LanguageModel, prompts: list[str], json: bool, **optio
         for i, (text, answer) in enumerate(zip(prompts, answers, strict=True)):
             print(f"--- {i} ({answer.finished})\n{shown(text + answer.text)}")
     print(
-        f"{timing.prompt_tokens:,} prompt tokens in {timing.prefill_seconds:.2f} s, then "
+        f"{plural(timing.prompt_tokens, 'prompt token')} in {timing.prefill_seconds:.2f} s, then "
         f"{timing.tokens_per_second:,.1f} tokens/s on {model.device}, {str(model.dtype).removeprefix('torch.')}"
         f"{_keys_read(model, timing, len(prompts))}",
         file=sys.stderr,
