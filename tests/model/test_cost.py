@@ -119,6 +119,18 @@ def test_block_sparse_attention_costs_less_than_three_branches_and_at_most_dense
     assert activation_bytes_per_token(sparse, 2, "none") < activation_bytes_per_token(m7c, 2, "none")
 
 
+def test_compressed_scores_cost_something_without_their_branch_too():
+    def flops(**changes):
+        return forward_flops(ModelConfig(**SIZES, **changes), 2048)
+
+    two = ("selected", "window")
+    learned = {"selector": "learned", "selector_dim": 1, "branches": two}
+    # a product of queries and compressed keys twice, instead of once and one of probabilities and values
+    assert flops(branches=two) == pytest.approx(flops())
+    assert flops(branches=two, selector="random") < flops(**learned) < flops(branches=two)
+    assert flops(branches=("window",)) < flops(branches=two, selector="random")
+
+
 def test_pairs_match_known_flops_of_long_sequences():
     # 64 query heads of 128, forward, TFLOP at 65,536 tokens: dense 70.4, compressed 4.40, selected 2.12, window 1.10.
     config = ModelConfig(dim=64, heads=64, kv_heads=4, head_dim=128)

@@ -117,7 +117,7 @@ def _selector_weights(model: ModelConfig, kind: str) -> int:
 def compression_flops(model: ModelConfig, length: int) -> float:
     """FLOPs of φ over one document, for keys and values: l·D -> D per chunk of d tokens and KV head (a chunk is
     multiplied once for all its places in a block), D -> D per compressed token."""
-    if model.compression == "mean" or "compressed" not in model.branches:
+    if model.compression == "mean" or not reads_compressed(model.branches, model.selector):
         return 0.0
     compressed = model.nsa.num_compressed(length)
     chunks = length // model.nsa.compress_stride if compressed else 0
@@ -164,9 +164,9 @@ def scoring_flops(model: ModelConfig, length: int) -> float:
         return 0.0
     if model.selector == "learned":  # a selector's queries times its keys in free blocks
         return 2.0 * model.kv_heads * model.selector_dim * _free_pairs(nsa, length)
-    if model.gate != "none":
+    if "compressed" in model.branches or not reads_compressed(model.branches, model.selector):
         return 0.0
-    # block-sparse mode: queries times block keys, once for the log-sum-exp and once for the scores
+    # Without a compressed branch: queries times compressed keys, once for the log-sum-exp and once for the scores.
     return 4.0 * model.heads * model.head_dim * compressed_pairs(nsa, length)
 
 
