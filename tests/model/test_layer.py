@@ -206,8 +206,11 @@ def test_keys_that_several_branches_share_are_normalised_once(options):
 
 
 def test_shared_kv_and_compress_selected_keys_exclude_each_other():
-    with pytest.raises(ValueError, match="shared_kv=True and compress_selected_keys=True were both given"):
+    with pytest.raises(ValueError, match="shared_kv=true and compress_selected_keys=true exclude each other"):
         make(shared_kv=True, compress_selected_keys=True)
+    # nothing is compressed here
+    two = make(branches=("selected", "window"), selector="learned", shared_kv=True, compress_selected_keys=True)
+    assert_equals_oracle(two, sequence(CFG.selected_tokens))
 
 
 # --- laws ---

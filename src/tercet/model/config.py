@@ -211,7 +211,7 @@ class ModelConfig(BaseModel):
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
         check_group_size(self.heads, self.kv_heads)
-        check_shared_keys(self.shared_kv, self.compress_selected_keys)
+        check_shared_keys(self.branches, self.selector, self.shared_kv, self.compress_selected_keys)
         self._check_block_sparse()
         if self.selector != "compressed" and "selected" not in self.branches:
             raise ValueError(

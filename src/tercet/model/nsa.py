@@ -127,7 +127,7 @@ class NativeSparseAttention(SelectingLayer):
         selector_dim: int = 32,
         selector_rotary: int | None = None,
     ) -> None:
-        check_shared_keys(shared_kv, compress_selected_keys)
+        check_shared_keys(branches, selector, shared_kv, compress_selected_keys)
         key_sets, value_sets = kv_sets(branches, selector, shared_kv, compress_selected_keys)
         super().__init__(
             dim, heads, kv_heads, head_dim, value_dim, key_sets=key_sets, value_sets=value_sets, bias=bias,
