@@ -1,7 +1,7 @@
 # The kinds of models that scripts/evidence.sh and scripts/retrieval.sh compare. Both source this file.
 
 flags_of_kind() { # kind, sequence length -> preset and flags. MATCHED: ffn_dim of dense-matched
-    local learned="m7c --model.selector learned" one_set="--model.shared_kv true --model.compress_selected_keys false"
+    local learned="m7c --model.selector learned" one_set="--model.shared_kv true"
     case $1 in
     nsa | compressed) echo m7c ;;
     learned) echo "$learned" ;;

@@ -205,12 +205,14 @@ def test_keys_that_several_branches_share_are_normalised_once(options):
     assert calls == list(layer.k_norms)
 
 
-def test_shared_kv_and_compress_selected_keys_exclude_each_other():
-    with pytest.raises(ValueError, match="shared_kv=true and compress_selected_keys=true exclude each other"):
-        make(shared_kv=True, compress_selected_keys=True)
-    # nothing is compressed here
-    two = make(branches=("selected", "window"), selector="learned", shared_kv=True, compress_selected_keys=True)
-    assert_equals_oracle(two, sequence(CFG.selected_tokens))
+@pytest.mark.parametrize("branches", [tercet.attention.config.BRANCHES, ("selected", "window")], ids=len)
+@pytest.mark.parametrize("selector", ["compressed", "learned"])
+def test_shared_keys_are_those_that_are_compressed(selector, branches):
+    options = {"shared_kv": True, "selector": selector, "branches": branches}
+    found, wanted = make(compress_selected_keys=True, **options), make(**options)
+    found.load_state_dict(wanted.state_dict())
+    x = sequence(61)
+    assert torch.equal(found(x), wanted(x))
 
 
 # --- laws ---

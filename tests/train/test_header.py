@@ -47,6 +47,10 @@ def test_settings_are_those_that_differ_from_the_preset():
             {"selector": "learned", "branches": "selected,window", "compression": "mean", "nsa.compress_block": 8},
             [r"model.compression, model.nsa.compress_block have no effect: no layer reads compressed tokens"],
         ),
+        (
+            {"shared_kv": True, "compress_selected_keys": True},
+            [r"model.compress_selected_keys has no effect: all branches share one set of keys"],
+        ),
         ({"selector": "learned", "compression": "mean", "nsa.window": 8, "selector_dim": 16}, []),
         ({"compress_selected_keys": False, "selector": "learned", "branches": "selected,window"}, []),
     ],

@@ -43,14 +43,6 @@ def reads_compressed(branches: tuple[str, ...], selector: str) -> bool:
     return "compressed" in branches or ("selected" in branches and selector == "compressed")
 
 
-def check_shared_keys(branches: tuple[str, ...], selector: str, shared_kv: bool, compress_selected_keys: bool) -> None:
-    if shared_kv and compress_selected_keys and reads_compressed(branches, selector):
-        raise ValueError(
-            "shared_kv=true and compress_selected_keys=true exclude each other: with shared_kv the compressed branch "
-            "already uses the selected branch's keys; set compress_selected_keys or shared_kv to false"
-        )
-
-
 def kv_sets(branches: tuple[str, ...], selector: str, shared_kv: bool, compress_selected_keys: bool) -> tuple[int, int]:
     """Sets of keys and of values that an NSA layer projects."""
     if shared_kv:

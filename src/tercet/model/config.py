@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tercet.attention.config import NSAConfig, check_branches, check_group_size, check_shared_keys
+from tercet.attention.config import NSAConfig, check_branches, check_group_size
 
 AttentionKind = Literal["nsa", "dense", "window"]
 Branch = Literal["compressed", "selected", "window"]
@@ -211,7 +211,6 @@ class ModelConfig(BaseModel):
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
         check_group_size(self.heads, self.kv_heads)
-        check_shared_keys(self.branches, self.selector, self.shared_kv, self.compress_selected_keys)
         self._check_block_sparse()
         if self.selector != "compressed" and "selected" not in self.branches:
             raise ValueError(

@@ -14,7 +14,6 @@ from tercet.attention.config import (
     BRANCHES,
     NSAConfig,
     check_branches,
-    check_shared_keys,
     kv_sets,
     reads_compressed,
 )
@@ -127,7 +126,6 @@ class NativeSparseAttention(SelectingLayer):
         selector_dim: int = 32,
         selector_rotary: int | None = None,
     ) -> None:
-        check_shared_keys(branches, selector, shared_kv, compress_selected_keys)
         key_sets, value_sets = kv_sets(branches, selector, shared_kv, compress_selected_keys)
         super().__init__(
             dim, heads, kv_heads, head_dim, value_dim, key_sets=key_sets, value_sets=value_sets, bias=bias,
@@ -139,7 +137,7 @@ class NativeSparseAttention(SelectingLayer):
         self.backend, self.branches = backend, check_branches(branches)
         self.compresses = reads_compressed(branches, selector)
         self.value_sets, self.shared_kv = value_sets, shared_kv
-        self.compress_selected_keys = compress_selected_keys and self.compresses
+        self.compress_selected_keys = compress_selected_keys and self.compresses and not shared_kv
         self.gate = Gate(dim, heads, gate, self.branches)
         compression = compression if self.compresses else "mean"  # which has no parameters
         self.compress_k = Compression(compression, head_dim, self.config)
