@@ -11,7 +11,7 @@ import pytest
 from runs import step_logged
 from tercet.bench import learning_rates
 from tercet.bench.cells import CellRun
-from tercet.bench.sweep import Cell, Point, cliffs, heat_maps, judge, points, render, settings, sweep
+from tercet.bench.sweep import Cell, Point, cell_keys, cliffs, heat_maps, judge, points, render, sweep
 from tercet.config.load import load
 from tercet.errors import UsageError
 from tercet.inference.plots import text_colour
@@ -32,7 +32,7 @@ def test_bucket_sizes_apply_to_ddp_only():
 
 def test_a_cell_turns_the_shuffle_buffer_off():
     """tiny's shuffle buffer holds 8M tokens at its own length, 2G at 65,536."""
-    keys = settings(dataclasses.replace(POINT, length=65536), 1, 3)
+    keys = cell_keys(dataclasses.replace(POINT, length=65536), 1, 3)
     assert keys["data.shuffle_sequences"] == 0
     load("tiny", flags=keys)  # a valid configuration
 
@@ -143,6 +143,25 @@ def test_learning_rates_are_compared_and_plotted(tmp_path, monkeypatch, capsys):
     assert [row["outcome"] for row in rows] == ["ok", "ok", "diverged"]
 
 
+@pytest.mark.parametrize("lrs", [(), (1e-3,)])
+def test_a_sweep_reads_a_file_and_settings(tmp_path, monkeypatch, lrs):
+    file = tmp_path / "mine.toml"
+    file.write_text('[data]\nsource = "text"\npath = "texts"\nseq_len = 128\n')
+    started = []
+
+    def run_cell(words, keys, seconds):
+        started.append(load("tiny", file=words[words.index("--config") + 1], flags=keys).config)
+        return CellRun([losses_of(5.0, 4.0)], 0, "")
+
+    monkeypatch.setattr(learning_rates, "run_cell", run_cell)
+    monkeypatch.setattr("tercet.bench.sweep.run_cell", run_cell)
+    own = "model.selector=learned,model.branches=selected,window,train.lr=1"
+    sweep("tiny", config=str(file), settings=own, lrs=lrs, out=str(tmp_path / "out"), device="cpu")
+    (config,) = started
+    assert (config.data.path, config.data.seq_len, config.model.branches) == (("texts",), 128, ("selected", "window"))
+    assert config.train.lr == (lrs[0] if lrs else 1)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [({"lrs": (0.0,)}, "--lrs 0 must be above 0"), ({"lrs": (1e-3,), "batches": (1, 2)}, "2 combinations")],
@@ -163,8 +182,8 @@ def test_the_best_learning_rate_at_the_edge_asks_for_more():
 def test_a_sweep_continues_after_a_cell_that_cannot_run(tmp_path, capsys):
     code = sweep(
         "tiny",
-        (64, 96),
-        (1,),
+        lengths=(64, 96),
+        batches=(1,),
         steps=3,
         seconds=200,
         out=str(tmp_path),

@@ -35,7 +35,7 @@ def run_cell(words: Sequence[str], settings: Mapping[str, Any], seconds: float) 
     """Run the command `words` with the configuration keys `settings`, for at most `seconds`."""
     scratch = Path(tempfile.mkdtemp(prefix="tercet-sweep-"))
     run = scratch / "run"
-    flags = [part for key, value in {**settings, "run.dir": run}.items() for part in (f"--{key}", str(value))]
+    flags = [part for key, value in {**settings, "run.dir": run}.items() for part in (f"--{key}", _text(value))]
     try:
         with (scratch / "output").open("w+") as output:
             process = subprocess.Popen([*words, *flags], stdout=output, stderr=subprocess.STDOUT)
@@ -56,6 +56,10 @@ def run_cell(words: Sequence[str], settings: Mapping[str, Any], seconds: float) 
         return CellRun(events, process.returncode, text, late)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def failure(run: CellRun) -> str:

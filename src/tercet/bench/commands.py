@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any, Literal
+from typing import Literal
 
+from tercet.bench.settings import parse_settings
 from tercet.inference.arguments import at_least_one, check_known
 
 
@@ -118,7 +118,7 @@ def decode(
     return main(
         batches=batches, contexts=contexts, heads=heads, attention=attention, preset=preset,
         model_batches=model_batches, model_contexts=model_contexts, steps=steps, profile=profile, selector=selector,
-        settings=_settings(settings),
+        settings=parse_settings(settings),
     )  # fmt: skip
 
 
@@ -190,26 +190,10 @@ def train(
         preset=preset, kinds=kinds, lengths=lengths, tokens=tokens, batches=batches, batch_length=batch_length,
         steps=steps, repeats=repeats, checkpointing=checkpointing, packed=packed, plain=plain, statistics=statistics,
         seconds=seconds,
-        flags=_settings(settings) | {"train.compile": compile, "train.cuda_graph": cuda_graph}
+        flags=parse_settings(settings) | {"train.compile": compile, "train.cuda_graph": cuda_graph}
         | ({} if device == "auto" else {"run.device": device}),
         out=Path(out) if out else None, picture=Path(picture) if picture else None,
     )  # fmt: skip
-
-
-def _settings(text: str) -> dict[str, Any]:
-    """KEY=VALUE,…; values of lists may contain commas: model.branches=selected,window."""
-    from tercet.config.flags import key_options
-    from tercet.errors import UsageError
-
-    pairs = [pair.strip(" ,") for pair in re.split(r",(?=[\s,]*[^,=]+=)", text) if pair.strip(" ,")]
-    if wrong := [pair for pair in pairs if "=" not in pair]:
-        raise UsageError(f"--settings {wrong[0]}: expected KEY=VALUE, e.g. model.nsa.window=512,train.clip=1")
-    options, settings = key_options({}), {}
-    for key, value in (pair.split("=", 1) for pair in pairs):
-        kind = options[key].type if key in options else None
-        is_list = kind is not None and kind.container is not None and not kind.unwrap
-        settings[key] = options[key].parts(value) if is_list else value
-    return settings
 
 
 def _check_sizes(**lists: tuple[int, ...]) -> None:

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,15 +65,17 @@ def judge(lr: float, run: CellRun) -> LRCell:
 
 
 def sweep_learning_rates(
-    rates: Sequence[float], config: RunConfig, words: Sequence[str], steps: int, seconds: float, folder: Path
-) -> int:
-    """Run all rates and write sweep.jsonl, sweep.md and learning-rates.svg. words: the `tercet train` command."""
+    rates: Sequence[float], config: RunConfig, words: Sequence[str], keys: Mapping[str, Any], steps: int,
+    seconds: float, folder: Path,
+) -> int:  # fmt: skip
+    """Run all rates and write sweep.jsonl, sweep.md and learning-rates.svg. words: the `tercet train` command; keys:
+    the configuration keys that all rates share."""
     rates = sorted(set(rates))
     print(f"{len(rates)} learning rates, {steps} steps each, at most {seconds:g} s each, into {folder}")
     cells = []
     with (folder / "sweep.jsonl").open("w", encoding="utf-8") as log:
         for i, lr in enumerate(rates, 1):
-            cells.append(judge(lr, run_cell(words, settings(config, lr, steps), seconds)))
+            cells.append(judge(lr, run_cell(words, {**keys, **settings(config, lr, steps)}, seconds)))
             log.write(json.dumps(asdict(cells[-1])) + "\n")
             log.flush()
             print(f"{i}/{len(rates)}  lr {lr:g}: {shown(cells[-1])}", flush=True)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tercet.bench.cells import CellRun, failure, run_cell
 from tercet.bench.learning_rates import DEFAULT_STEPS, sweep_learning_rates
 from tercet.bench.plots import paint_cells
+from tercet.bench.settings import parse_settings
 from tercet.config.sections import ActivationCheckpointing, StrategyName
 from tercet.errors import UsageError
 from tercet.telemetry.events import StepLogged
@@ -61,6 +62,8 @@ class Cell:
 
 def sweep(
     preset: str = "tiny",
+    config: str = "",
+    settings: str = "",
     lengths: tuple[int, ...] = (),
     batches: tuple[int, ...] = (),
     checkpointing: tuple[ActivationCheckpointing, ...] = ("none",),
@@ -79,6 +82,8 @@ def sweep(
 
     Args:
         preset: Base configuration of every cell.
+        config: TOML file with more of it, as for `tercet train`.
+        settings: More keys, e.g. data.source=text,data.path=my-texts,model.selector=learned.
         lengths: Sequence lengths; default: the preset's.
         batches: Sequences per device and pass; default: the preset's.
         checkpointing: Activation checkpointing: none, selective, full.
@@ -96,24 +101,28 @@ def sweep(
     steps = steps if steps is not None else DEFAULT_STEPS if lrs else 6
     if steps < 2:
         raise UsageError(f"--steps {steps} is too small: the first step is warm-up, give at least 2")
-    base = load(preset=preset).config
+    given = parse_settings(settings)
+    base = load(preset=preset, file=config or None, flags=given).config
+    source = ["--preset", preset, *(["--config", config] if config else [])]
     grid = points(
         lengths or (base.data.seq_len,), batches or (base.train.micro_batch,), checkpointing, strategies, bucket_mb
     )
     folder = Path(out)
     if lrs:
-        words, config = _learning_rate_command(lrs, grid, preset, ranks, device)
+        keys = given | _learning_rate_keys(lrs, grid, base, ranks)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out {out} cannot be created ({error.strerror}): choose another folder") from None
     if lrs:
-        return sweep_learning_rates(lrs, config, words, steps, seconds, folder)
+        words = launcher(grid[0].strategy, source, ranks, device)
+        return sweep_learning_rates(lrs, base, words, keys, steps, seconds, folder)
     print(f"{len(grid)} cells of {steps} steps, at most {seconds:g} s each, into {folder}")
     cells = []
     with (folder / "sweep.jsonl").open("w", encoding="utf-8") as log:
         for i, point in enumerate(grid, 1):
-            cell = measure(point, preset, ranks, steps, seconds, device)
+            words = launcher(point.strategy, source, ranks, device)
+            cell = judge(point, run_cell(words, given | cell_keys(point, ranks, steps), seconds))
             cells.append(cell)
             log.write(json.dumps(asdict(cell)) + "\n")
             log.flush()
@@ -149,18 +158,18 @@ def points(
     return found
 
 
-def launcher(strategy: str, preset: str, ranks: int, device: str) -> list[str]:
-    """The `tercet train` command of a strategy, without the settings of a cell."""
+def launcher(strategy: str, source: Sequence[str], ranks: int, device: str) -> list[str]:
+    """The `tercet train` command of a strategy, without the keys of a cell. source: --preset and --config."""
     words = [sys.executable]
     if strategy != "single":
         words += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    words += ["-m", "tercet", "train", "--preset", preset, "--run.device", device, "--parallel.strategy", strategy]
+    words += ["-m", "tercet", "train", *source, "--run.device", device, "--parallel.strategy", strategy]
     return [*words, "--log.no_tensorboard", *(["--allow-single-rank"] if strategy == "single" else [])]
 
 
-def settings(point: Point, ranks: int, steps: int) -> dict[str, Any]:
+def cell_keys(point: Point, ranks: int, steps: int) -> dict[str, Any]:
     """The configuration of a cell: no accumulation, validation, samples or checkpoints."""
-    return _point_settings(point, _pass_tokens(point, ranks)) | {
+    return _point_keys(point, _pass_tokens(point, ranks)) | {
         "data.shuffle_sequences": 0,  # the preset's shuffle buffer may not fit in memory at this length
         "train.steps": steps, "train.val_tokens": 0, "train.sample_tokens": 0, "checkpoint.every": 0, "log.every": 1,
     }  # fmt: skip
@@ -171,7 +180,7 @@ def _pass_tokens(point: Point, ranks: int) -> int:
     return point.batch * point.length * (1 if point.strategy in ("single", "cp") else ranks)
 
 
-def _point_settings(point: Point, tokens_per_step: int) -> dict[str, Any]:
+def _point_keys(point: Point, tokens_per_step: int) -> dict[str, Any]:
     keys = {
         "data.seq_len": point.length, "train.micro_batch": point.batch, "train.tokens_per_step": tokens_per_step,
         "train.activation_checkpointing": point.checkpointing,
@@ -179,29 +188,16 @@ def _point_settings(point: Point, tokens_per_step: int) -> dict[str, Any]:
     return keys if point.bucket_mb is None else keys | {"parallel.bucket_mb": point.bucket_mb}
 
 
-def _learning_rate_command(
-    lrs: Sequence[float], grid: Sequence[Point], preset: str, ranks: int, device: str
-) -> tuple[list[str], RunConfig]:
-    """The command that all learning rates share, and its configuration."""
-    from tercet.config.load import load
-
+def _learning_rate_keys(lrs: Sequence[float], grid: Sequence[Point], base: RunConfig, ranks: int) -> dict[str, Any]:
+    """The configuration that all learning rates share."""
     if wrong := [lr for lr in lrs if not lr > 0]:
         raise UsageError(f"--lrs {wrong[0]:g} must be above 0: give learning rates such as 0.0003")
     if len(grid) > 1:
         raise UsageError(f"--lrs with {len(grid)} combinations of other settings: give one length, batch size, …")
     (point,) = grid
-    base = load(preset=preset).config
     pass_tokens = _pass_tokens(point, ranks)
-    # As many tokens as in the preset, in whole passes.
-    keys = _point_settings(point, pass_tokens * max(1, base.train.tokens_per_step // pass_tokens))
-    flags = [part for key, value in keys.items() for part in (f"--{key}", str(value))]
-    return [*launcher(point.strategy, preset, ranks, device), *flags], base
-
-
-def measure(point: Point, preset: str, ranks: int, steps: int, seconds: float, device: str) -> Cell:
-    """Run a cell in a subprocess with a temporary run folder."""
-    words = launcher(point.strategy, preset, ranks, device)
-    return judge(point, run_cell(words, settings(point, ranks, steps), seconds))
+    # As many tokens as in the base configuration, in whole passes.
+    return _point_keys(point, pass_tokens * max(1, base.train.tokens_per_step // pass_tokens))
 
 
 def judge(point: Point, run: CellRun) -> Cell:
