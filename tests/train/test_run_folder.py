@@ -95,6 +95,27 @@ def test_a_folder_with_other_files_is_not_used_for_a_run(tmp_path: Path, resume:
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
 
+@pytest.mark.parametrize("write", range(4))
+def test_a_start_killed_while_it_writes_can_be_repeated(tmp_path: Path, monkeypatch, write: int):
+    """Nothing is cleaned up then: the file stays half-written under its temporary name."""
+    whole, started = os.replace, []
+
+    def killed(source, target) -> None:
+        started.append(Path(target).name)
+        if len(started) > write:
+            os.link(source, tmp_path / "left")
+            raise KeyboardInterrupt
+        whole(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train_small(tmp_path / "run", train__steps=1)
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "left").rename(tmp_path / "run" / f"{started[-1]}.partial")
+    assert train_small(tmp_path / "run", train__steps=1, resume="auto") == 0
+
+
 def test_a_new_run_may_find_logs_and_what_other_ranks_and_a_failed_start_left(tmp_path: Path):
     for name in ("train.log", "slurm-7.out", "log", LOCK, "flight_recorder/rank_0", "checkpoints/.writing-1"):
         (tmp_path / "new" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -24,8 +24,12 @@ from tercet.train import manifest
 LOCK = "lock"
 ENVIRONMENT = "env.json"
 FILE_LISTS = "data_files"  # a file list for each source of data, named by its hash
-# What a new run's folder may hold: what other ranks and launchers create, and logs that the shell has opened.
-EXPECTED = (LOCK, "checkpoints", flight_recorder.FOLDER, "log", "logs", "*.log", "*.out", "*.err", ".*", "lost+found")
+# What a new run's folder may hold: what other ranks, launchers and a start that was killed leave behind, and logs that
+# the shell has opened.
+EXPECTED = (
+    LOCK, "checkpoints", f"{ENVIRONMENT}.partial", flight_recorder.FOLDER, "log", "logs", "*.log", "*.out", "*.err",
+    ".*", "lost+found",
+)  # fmt: skip
 
 
 class RunFolder:
@@ -87,9 +91,10 @@ class RunFolder:
     def describe(
         self, config: RunConfig, origins: Mapping[str, str], environment: Mapping[str, Any], tokenizer: Tokenizer
     ) -> None:
-        """Write what is needed to repeat the run. Each file is replaced atomically."""
-        write_config(config, origins, self.path)
+        """Write what is needed to repeat the run. Each file is replaced atomically; ENVIRONMENT comes first, because it
+        marks the folder as that of a run."""
         write_json(self.path / ENVIRONMENT, environment)
+        write_config(config, origins, self.path)
         if isinstance(tokenizer, LibraryTokenizer):
             write_text(self.path / manifest.TOKENIZER, tokenizer.to_str())
 

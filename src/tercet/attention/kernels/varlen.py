@@ -114,7 +114,7 @@ def visible(position, L: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def _compressed_bounds(CU, CCU, docs, L: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr):
+def compressed_bounds_kernel(CU, CCU, docs, L: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr):
     # one program with a running sum over chunks of documents, so that the document count stays a run-time value
     index = tl.arange(0, CHUNK)
     total = 0
@@ -195,5 +195,5 @@ class Documents:
 def compressed_bounds(cu: Tensor, block: int, stride: int) -> Tensor:
     """NSAConfig.compressed_cu_seqlens in one launch; eager PyTorch needs six."""
     ccu = torch.empty_like(cu)
-    _compressed_bounds[(1,)](cu, ccu, cu.shape[0] - 1, block, stride, 256, num_warps=1)
+    compressed_bounds_kernel[(1,)](cu, ccu, cu.shape[0] - 1, block, stride, 256, num_warps=1)
     return ccu
