@@ -55,7 +55,7 @@ def check_branches(branches: tuple[str, ...]) -> tuple[str, ...]:
     unknown = [b for b in branches if b not in BRANCHES]
     if isinstance(branches, str) or unknown or not branches or len(set(branches)) != len(branches):
         given = branches if isinstance(branches, str) else ",".join(map(str, branches))
-        raise ValueError(f"branches={given!r} must name at least one, each once, of {', '.join(BRANCHES)}")
+        raise ValueError(f"branches={given} must name at least one, each once, of {', '.join(BRANCHES)}")
     return tuple(b for b in BRANCHES if b in branches)
 
 

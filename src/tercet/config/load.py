@@ -250,9 +250,16 @@ def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[
         if inside[:1].isdigit():
             index, _, field = inside.partition(".")
             rule = f"{field} of entry {int(index) + 1}: {rule}" if field else f"entry {int(index) + 1}: {rule}"
-        problems.setdefault(key, f"{key}={values.get(key)!r} ({origins[key]}): {rule}")
+        problems.setdefault(key, f"{key}={_shown(values.get(key))} ({origins[key]}): {rule}")
     first, *more = problems.values()
     return first + (f" (and {len(more)} more)" if more else "")
+
+
+def _shown(value: Any) -> str:
+    """A value as on a command line if it is a list of words, else as in Python."""
+    if isinstance(value, list | tuple) and value and all(isinstance(part, str) for part in value):
+        return " ".join(value)
+    return repr(value)
 
 
 # The standard library only reads TOML; these two functions write what a configuration needs.

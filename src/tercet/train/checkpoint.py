@@ -126,7 +126,7 @@ def compare_shapes(path: Path, live: Mapping[str, torch.Size], stored: Mapping[s
 
 
 def _fix(problem: str, names: Sequence[str]) -> str:
-    """What to do about weights that are missing or superfluous, where the names tell."""
+    """What to do about weights that do not fit, as far as their names tell."""
     if all(name.startswith(OPTIMIZER) for name in names):
         return ": it was saved by a run that trained other parameters, drop train.init_state"
     if problem == "lacks" and all(".selector." in name for name in names):
@@ -137,7 +137,7 @@ def _fix(problem: str, names: Sequence[str]) -> str:
         )
     if problem == "has extra" and all(".selector." in name for name in names):
         return ": set model.selector to learned"
-    return ""
+    return ": give the model settings that these weights were trained with, which config.toml of their run has"
 
 
 @dataclass(frozen=True)
