@@ -138,20 +138,16 @@ def test_dense_steps_equal_the_reference(dtype, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_window_steps_equal_the_reference(dtype) -> None:
-    layer = make(tercet.WindowAttention, 12, 2, 64, dtype=dtype, qk_norm=True)
-    cache = filled(layer, [0, 700, 9001], 9100)
-    other = copy.deepcopy(cache)
-    xs = torch.randn(3, 3, 1, 64, device="cuda", dtype=dtype)
-    found = stepped(layer, cache, xs, "triton")
-    assert relative(found, stepped(layer, other, xs, "reference")) < LIMIT[dtype]
-    assert torch.equal(cache.reads, other.reads)
-
-
-@pytest.mark.parametrize("selector", ["compressed", "learned"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_block_sparse_steps_equal_the_reference(dtype, selector) -> None:
-    layer = make(tercet.BlockSparseAttention, 12, 2, 64, dtype=dtype, selector=selector)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (tercet.WindowAttention, {"qk_norm": True}),
+        (tercet.BlockSparseAttention, {}),
+        (tercet.BlockSparseAttention, {"selector": "learned"}),
+    ],
+)
+def test_steps_of_layers_with_one_branch_equal_the_reference(kind, options, dtype) -> None:
+    layer = make(kind, 12, 2, 64, dtype=dtype, **options)
     cache = filled(layer, [0, 700, 20001], 20100)
     other = copy.deepcopy(cache)
     xs = torch.randn(3, 3, 1, 64, device="cuda", dtype=dtype)
