@@ -107,7 +107,8 @@ def test_a_batch_and_json_on_the_command_line(run, capsys):
     flags = ["--max-new-tokens", "5", "--temperature", "0", "--json", "--stop", "zz"]
     assert main(["generate", str(run), "--prompt", "abc", "--prompt", "defghi", *flags]) == 0
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [bytes(a["prompt"]) for a in answers] == [b"abc", b"defghi"]
+    assert [a["prompt"] for a in answers] == ["abc", "defghi"]
+    assert [bytes(a["prompt_tokens"]) for a in answers] == [b"abc", b"defghi"]
     assert all(len(a["tokens"]) == 5 for a in answers)
 
 

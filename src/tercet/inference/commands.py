@@ -135,7 +135,7 @@ def _print_answers(model: LanguageModel, prompts: list[str], json: bool, **optio
     timing = options["timing"] = Timing()
     shown = printable if sys.stdout.isatty() else str  # a file or a pipe gets the text as it is
     if json:
-        _print_json(generate(model, prompts, **options))
+        _print_json(prompts, generate(model, prompts, **options))
     elif len(prompts) == 1:
         pieces = stream(model, prompts, **options)  # raises on invalid options, before anything is printed
         print(shown(prompts[0]), end="", flush=True)
@@ -170,10 +170,10 @@ def _keys_read(model: LanguageModel, timing: Timing, rows: int) -> str:
     return f"; the last step read {read:,.0f} keys per layer and KV head, dense attention reads {dense:,}"
 
 
-def _print_json(answers: object) -> None:
+def _print_json(prompts: list[str], answers: object) -> None:
     import json
 
     assert isinstance(answers, list)
-    for answer in answers:
-        record = {"prompt": answer.prompt, "tokens": answer.tokens, "text": answer.text, "finished": answer.finished}
-        print(json.dumps({**record, "timing": answer.timing.as_dict()}))
+    for text, answer in zip(prompts, answers, strict=True):
+        record = {"prompt": text, "text": answer.text, "prompt_tokens": answer.prompt, "tokens": answer.tokens}
+        print(json.dumps({**record, "finished": answer.finished, "timing": answer.timing.as_dict()}))
