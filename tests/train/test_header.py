@@ -51,6 +51,10 @@ def test_settings_are_those_that_differ_from_the_preset():
             {"shared_kv": True, "compress_selected_keys": True},
             [r"model.compress_selected_keys has no effect: all branches share one set of keys"],
         ),
+        (
+            {"selector": "learned", "branches": "selected,window", "shared_kv": True, "compress_selected_keys": True},
+            [r"model.compress_selected_keys has no effect: no layer reads compressed tokens"],
+        ),
         ({"selector": "learned", "compression": "mean", "nsa.window": 8, "selector_dim": 16}, []),
         ({"compress_selected_keys": False, "selector": "learned", "branches": "selected,window"}, []),
     ],

@@ -166,7 +166,7 @@ def no_effect_lines(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
             unused["no layer reads compressed tokens (model.branches, model.selector)"] = (
                 "compression", "compress_selected_keys", "nsa.compress_block", "nsa.compress_stride"
             )  # fmt: skip
-        if model.shared_kv:
+        elif model.shared_kv:
             unused["all branches share one set of keys (model.shared_kv)"] = ("compress_selected_keys",)
         if model.selector != "learned":
             unused[f"model.selector={model.selector} is not learned"] = ("selector_dim", "selector_rotary")
