@@ -500,6 +500,18 @@ def test_a_changed_config_is_refused_with_the_difference(fork_server: ForkServer
     assert "changed since: train.lr was 0.0003, now 0.5" in child.output
     assert "changed since: train.steps was 6, now 8" in child.output
     assert len(losses(copied)) == 8
+    saved = (copied / "config.toml").read_text()
+    assert "lr = 0.5" in saved
+    assert "allow_config_change" not in saved  # it was given for that start only
+
+
+def test_a_resume_without_a_step_left_does_not_change_the_saved_config(fork_server: ForkServer, copied: Path) -> None:
+    before = (copied / "config.toml").read_text()
+    changed = small(run__dir=str(copied), train__lr=0.5, checkpoint__allow_config_change=True)
+    child = fork_server.run(changed, resume="auto")
+    assert child.code == 0, child.output
+    assert "nothing left to do" in child.output
+    assert (copied / "config.toml").read_text() == before
 
 
 def test_resuming_another_runs_checkpoint_in_a_used_folder_is_refused(

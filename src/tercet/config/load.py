@@ -24,8 +24,8 @@ from tercet.parse import parse_json, parse_toml
 
 DEFAULT = "default"
 FLAG = "flag"
-# A repeated run gets a new folder.
-NOT_SAVED = ("run.dir", "data.accept_changes")
+# A repeated run gets a new folder, and a permission holds for one start.
+NOT_SAVED = ("run.dir", "data.accept_changes", "checkpoint.allow_config_change")
 
 
 class ConfigError(UsageError):

@@ -263,7 +263,8 @@ class CheckpointConfig(Section):
     verify: bool = True
     """Verify checksums before loading a checkpoint."""
     allow_config_change: bool = False
-    """Resume even if settings that affect the training trajectory (data, lr, ...) differ from the checkpoint's."""
+    """Resume even if settings that affect the training trajectory (data, lr, ...) differ from the checkpoint's.
+    Not saved in config.toml."""
 
 
 class LogConfig(Section):

@@ -92,7 +92,9 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         # All checks have passed: from here on the run folder may change.
         messages += strategy.on_rank_0(lambda: abandon_later(start, folder))
         messages += [f"the data changed since the checkpoint: {change}" for change in loader.changes]
-        if strategy.rank == 0:
+        forked = start is not None and not start.is_in(folder.checkpoints)
+        # A run without a step left keeps the description of the steps that it made.
+        if strategy.rank == 0 and (start is None or forked or state.step < config.train.steps):
             folder.describe(config, origins, environment(device, device_name(device)), tokenizer)
             save_file_lists(folder.path / FILE_LISTS, loader.files)
         superseded, damaged = rewind(folder.path, strategy.rank, state.step)
@@ -108,7 +110,6 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         strategy.publish_status(lambda: (beat.step, beat.doing))
         past = strategy.on_rank_0(lambda: list(read_events(log.path)))
         observer = attach(stack, config, state, strategy, folder.path, log, beat, screen, past)
-        forked = start is not None and not start.is_in(folder.checkpoints)
         trainer = Trainer(
             config, state, strategy, stages, tokenizer, folder, log, beat, screen, stop, past, observer, forked
         )
