@@ -231,6 +231,11 @@ def test_models_of_other_data_and_seeds_are_compared_on_the_same_text(tmp_path, 
     assert texts[0] == texts[2] != texts[1]
 
 
+def test_the_last_positions_are_those_of_the_sequence():
+    found = by_position(language_model(), held_out(language_model(), sequences=1, seq_len=77))
+    assert [(b.first, b.last) for b in found[-2:]] == [(32, 63), (64, 76)]
+
+
 def test_longer_sequences_than_in_training_can_be_measured():
     found = by_position(language_model(), held_out(language_model(), sequences=1, seq_len=256))
     assert found[-1].last == 255

@@ -251,7 +251,7 @@ def ruler(
     if out is not None:
         write_results(results, record, out)
         print(out)
-    print(f"correct answers in percent, [95% interval], {questions} questions per length and task;")
+    print(f"correct answers in percent, [95% interval]; questions per length and task: {questions};")
     print(f"{wording} wording; not comparable with published RULER scores")
     print(table(results))
     print(json.dumps({**record, "found": [result.as_dict() for result in results]}))

@@ -67,6 +67,7 @@ def token_losses(model: LanguageModel, batch: Batch) -> Iterator[tuple[Tensor, T
 def by_position(model: LanguageModel, batches: Iterable[Batch]) -> list[PositionBucket]:
     """Loss by position, in buckets 0, 1, 2-3, 4-7, …"""
     sums: Tensor | None = None
+    longest = 0
     for batch in batches:
         longest = batch.tokens.shape[1]
         for position, loss in token_losses(model, batch):
@@ -78,7 +79,7 @@ def by_position(model: LanguageModel, batches: Iterable[Batch]) -> list[Position
     if sums is None:
         raise UsageError("there is nothing to measure: no target tokens; raise data.validation_fraction or sequences")
     nats, counts = sums.tolist()
-    edges = [(0, 0), *((1 << i, (2 << i) - 1) for i in range(len(nats)))]
+    edges = [(0, 0), *((1 << i, min(2 << i, longest) - 1) for i in range(len(nats)))]
     return [PositionBucket(a, b, int(n), s) for (a, b), s, n in zip(edges, nats, counts, strict=False) if n]
 
 
