@@ -53,6 +53,7 @@ def test_the_first_step_is_ignored_and_memory_is_the_peak():
             None,
             "error: data.path=x does not exist",
         ),
+        (2, f"error: {'x' * 200}: fix it", None, f"error: {'x' * 200}: fix it"),
         (-15, "", 300.4, "too slow (300 s)"),
         (3, "", None, "exit code 3"),
     ],
@@ -176,6 +177,9 @@ def test_the_best_learning_rate_at_the_edge_asks_for_more():
     cells = [learning_rates.LRCell(lr, "ok", loss) for lr, loss in ((1e-4, 4.0), (1e-3, 3.0))]
     assert "try larger learning rates" in "\n".join(learning_rates.render(cells, cells[1]))
     assert "try smaller learning rates" in "\n".join(learning_rates.render(cells, cells[0]))
+    for outcome, smaller in (("diverged", True), ("error: data.path=x does not exist", False)):
+        lines = learning_rates.render([learning_rates.LRCell(1e-3, outcome)], None)
+        assert ("try smaller" in lines[-1]) == smaller
 
 
 @pytest.mark.slow

@@ -55,6 +55,17 @@ def test_trained_weights_read_training_data(tmp_path: Path, packed: bool):
         assert torch.equal(tokens[1:], targets[:-1])
 
 
+def test_an_expected_error_in_a_cell_is_reported_in_full(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    message = f"{'x' * 200}: fix it"
+
+    def fails(*_: Any) -> None:
+        raise TercetError(message)
+
+    monkeypatch.setattr(train_cell, "measure", fails)
+    train_cell.main([json.dumps({"cells": [{}], "steps": 1, "repeats": 0})])
+    assert json.loads(capsys.readouterr().out)["outcome"] == f"failed: {message}"
+
+
 def test_packed_and_plain_batches_hold_the_same_sequences():
     plain, packed = (
         train.cells_of("tiny", ("dense",), (64,), 128, (), 64, "none", asked)[0] for asked in ((), ("dense",))

@@ -70,4 +70,4 @@ def failure(run: CellRun) -> str:
         return "out of memory"
     errors = [line for line in run.output.splitlines() if line.startswith("error: ")]
     lines = errors or [line for line in run.output.splitlines() if line.strip()] or [f"exit code {run.code}"]
-    return lines[-1].strip()[:200]
+    return lines[-1].strip()

@@ -105,7 +105,8 @@ def render(cells: Sequence[LRCell], best: LRCell | None) -> list[str]:
         mark = " (best)" if cell is best else ""
         lines.append(f"| {cell.lr:g}{mark} | {shown(cell)} | {speed} |")
     if best is None:
-        return [*lines, "", "no learning rate worked: try smaller ones"]
+        diverged = any(cell.outcome == "diverged" for cell in cells)
+        return [*lines, "", "no learning rate worked: try smaller ones" if diverged else "no run ended; see the table"]
     place = cells.index(best)
     advice = f"train with --train.lr {best.lr:g}"
     if len(cells) > 1 and place == 0:

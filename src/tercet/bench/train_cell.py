@@ -25,6 +25,7 @@ from tercet.bench.timing import profile
 from tercet.config.load import load
 from tercet.config.schema import RunConfig
 from tercet.data.loader import build_loader
+from tercet.errors import TercetError
 from tercet.telemetry.observer import LayerProbe
 from tercet.train.device import device_name, peak_memory_gib, pick_device
 from tercet.train.graph_choice import STEPS_TO_DECIDE
@@ -175,6 +176,8 @@ def main(arguments: list[str]) -> int:
             result = measure(cell, asked["steps"], asked["repeats"])
         except torch.OutOfMemoryError:
             result = {"outcome": "out of memory"}
+        except TercetError as error:
+            result = {"outcome": f"failed: {error}"}
         except RuntimeError as error:  # torch.compile wraps errors in this one
             text = str(error)
             lines = text.strip().splitlines() or [type(error).__name__]
