@@ -208,6 +208,10 @@ CHOICES = [
     ("--train.precision fp8", "--train.precision fp8 is unknown: pick one of auto, bf16, fp32"),
     ("--train.precision", "--train.precision needs a value: expected one of auto, bf16, fp32, such as auto"),
     ("--model.attention nsa flash", "model.attention=nsa flash (flag): 'flash' is unknown: a list takes nsa"),
+    (
+        "--model.attention block-sparse,dense",
+        "model.attention='block-sparse,dense' (flag): 'block-sparse' is unknown: use nsa",
+    ),
     ("--model.attention window*3 nsa", "model.attention=window*3 nsa (flag): 'window*3' is unknown"),
     ("--model.branches foo", "--model.branches foo: foo is unknown: pick from compressed, selected, window"),
 ]

@@ -122,8 +122,13 @@ def check_paths(paths: Sequence[str]) -> None:
     """Raise for a path that does not exist, as `find_files` would after listing the folders before it."""
     for given in paths:
         if not glob.has_magic(given) and not Path(given).expanduser().exists():
-            fix = "check the spelling and the current folder" + ", and put spaces between paths" * ("," in given)
-            raise DataUsageError(f"path={given} matches no file: {fix}")
+            raise DataUsageError(_no_match(given) + ", and put spaces between paths" * ("," in given))
+
+
+def _no_match(given: str) -> str:
+    """A run stores absolute paths."""
+    moved = "; if the files have moved, put a link to them there" if Path(given).is_absolute() else ""
+    return f"path={given} matches no file: check the spelling" + (moved or " and the current folder")
 
 
 def _expand(given: str, kind: str) -> list[tuple[str, Path]]:
@@ -144,7 +149,7 @@ def _expand(given: str, kind: str) -> list[tuple[str, Path]]:
         runs = set(filter(_is_run, {p for file in matches for p in file.parents} - {top, *top.parents}))
         files = [file for file in matches if runs.isdisjoint(file.parents)]
         if not files:
-            raise DataUsageError(f"path={given} matches no file: check the spelling and the current folder")
+            raise DataUsageError(_no_match(given))
         root = Path(os.path.commonpath([file.parent for file in files]))
     return [(file.relative_to(root).as_posix(), file) for file in files]
 

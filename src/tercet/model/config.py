@@ -31,7 +31,10 @@ def read_pattern(pattern: str) -> tuple[AttentionKind, ...]:
     for part in pattern.split(","):
         kind, star, count = (word.strip() for word in part.partition("*"))
         if kind not in names:
-            raise ValueError(f"{part.strip()!r} is unknown: pick from {', '.join(names)}, such as nsa or window*3,nsa")
+            fix = f"pick from {', '.join(names)}, such as nsa or window*3,nsa"
+            if kind == "block-sparse":
+                fix = "use nsa, with model.gate = none"
+            raise ValueError(f"{part.strip()!r} is unknown: {fix}")
         if star and not (count.isascii() and count.isdecimal() and 1 <= int(count[:5]) <= MOST_LAYERS):
             raise ValueError(f"{part.strip()!r}: expected a count from 1 to {MOST_LAYERS} after *, such as {kind}*3")
         kinds += [kind] * (int(count) if star else 1)  # type: ignore[list-item]
