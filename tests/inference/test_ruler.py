@@ -79,6 +79,12 @@ def test_a_model_that_knows_everything_scores_100(model):
         assert [r.depth for r in by_depth] == ([0.0, 0.5, 1.0] if overall.task in SINGLE else [])
 
 
+def test_fewer_questions_than_depths_still_reach_from_the_beginning_to_the_end(model):
+    for questions, depths in ((1, [0.5]), (2, [0.0, 1.0]), (3, [0.0, 0.5, 1.0])):
+        ((_, *found),) = ask(Peeking(model), lengths=(1024,), tasks=("niah_single_1",), questions=questions)
+        assert [(r.depth, r.questions) for r in found] == [(depth, 1) for depth in depths]
+
+
 def test_only_answers_go_through_the_head(model):
     peeking = Peeking(model)
     list(ask(peeking, lengths=(1024,), tasks=("niah_single_2",), questions=4))

@@ -210,7 +210,8 @@ def ruler(
         lengths: Tokens per question, answer included, such as 1024,4096; default: a quarter to all of the context.
         tasks: Tasks to ask; default: all.
         questions: Questions per length and task.
-        depths: Positions of the fact in the single-needle tasks, evenly spaced; each gets its share of the questions.
+        depths: Positions of the fact in the single-needle tasks, evenly spaced, at most one per question; each gets its
+            share of the questions.
         wording: Templates: held-out (never used in training), or those of data.retrieval. Keys are new in both.
         seed: Random seed of the questions.
         out: Write all results to this .json or .csv file.

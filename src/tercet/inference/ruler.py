@@ -130,6 +130,7 @@ def _measure(
     progress: Callable[[int], None],
 ) -> list[RulerResult]:
     per_pass = max(1, TOKENS_PER_PASS // length)
+    depths = min(depths, questions)  # so that a few questions reach from the beginning to the end, too
     grid = [i / (depths - 1) if depths > 1 else 0.5 for i in range(depths)] if task in SINGLE else [None]
     scored: list[_Scored] = []
     for first in range(0, questions, per_pass):
