@@ -272,6 +272,8 @@ def test_every_run_of_a_comparison_is_compared_with_the_first(healthy, tmp_path)
     older = dataclasses.replace(healthy, config={k: v for k, v in healthy.config.items() if k != "data.separator"})
     unread = dataclasses.replace(healthy, config={})
     assert side_by_side.loss_caution([*runs, older, unread]) == ""
+    exercises = dataclasses.replace(healthy, config={**healthy.config, "data.retrieval": 0.3})
+    assert "compare validation losses" in side_by_side.loss_caution([healthy, exercises])
     same_name = copy(healthy, tmp_path / "elsewhere" / healthy.folder.name)
     assert len({c.label for c in columns_of([healthy, same_name])}) == 2
 

@@ -105,7 +105,11 @@ def loss_caution(runs: Sequence[Run]) -> str:
     rows = differences([with_defaults(run) for run in runs if run.config])
     keys = [row["key"] for row in rows if row["key"].startswith(_LOSS_KEYS)]
     named = f"{first_few(keys, 4)} differ{'s' * (len(keys) == 1)}"
-    return f"The losses are of different data: {named}." if keys else ""
+    if keys:
+        return f"The losses are of different data: {named}."
+    if any(row["key"] == "data.retrieval" for row in rows):
+        return "data.retrieval differs, so compare validation losses, not training losses."
+    return ""
 
 
 def _figure_rows(runs: list[Column]) -> list[dict[str, Any]]:
