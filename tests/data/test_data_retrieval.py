@@ -96,6 +96,17 @@ def test_a_longer_stage_continues_inside_an_exercise_without_losing_text(lessons
     assert is_inside(text, np.concatenate([b.tokens.flatten() for b in first + then]).tolist())
 
 
+def test_lines_do_not_split_characters():
+    """In text without line breaks, a line may be inserted anywhere."""
+    text = "né日本🎉" * 200
+    tokens = np.frombuffer(text.encode() + b"\0", dtype=np.uint8)
+    writer = ExerciseWriter(ByteTokenizer())
+    for stream in range(20):
+        written = writer.segment(tokens, None, stream, 0, 2 * len(tokens)).tokens
+        assert len(written) > len(tokens)
+        bytes(written).decode()
+
+
 def test_every_target_is_the_next_token(lessons, read):
     for batch in read(lessons["shards"], 6):
         tokens, targets, bounds = batch.tokens.flatten(), batch.targets.flatten(), batch.cu_seqlens.tolist()

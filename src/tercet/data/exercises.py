@@ -21,7 +21,7 @@ from tercet.config.data import SHORTEST_EXERCISE
 from tercet.data.order import key
 from tercet.data.retrieval import TRAINING_WORDS, VERSION, Draws
 from tercet.data.stream import Cursor, Document, Documents, DocumentStream, Segment
-from tercet.data.tokenizers import Tokenizer
+from tercet.data.tokenizers import ByteTokenizer, Tokenizer
 from tercet.data.wordings import TRAINING_WORDINGS, Pair, WordList
 
 SHORTEST_GROUP, LONGEST_GROUP = 0.5, 3.0  # of joined documents, in sequences
@@ -131,6 +131,7 @@ class ExerciseWriter:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._ends_line = tokenizer, ends_line(tokenizer)
+        self._bytes = isinstance(tokenizer, ByteTokenizer)
 
     def maybe_segment(
         self, tokens: np.ndarray, loss: np.ndarray | None, stream: int, share: float, offset: int, room: int
@@ -155,6 +156,8 @@ class ExerciseWriter:
         places = np.array([round(at * end) for at, _ in lines], dtype=int)
         if not lead:
             places = line_starts(breaks[breaks <= end], places)
+        if self._bytes:
+            places = character_starts(text, places)
         written = insert(text, places, [line for _, line in lines])
         mask = None
         if loss is not None:
@@ -192,6 +195,13 @@ def line_starts(breaks: np.ndarray, places: np.ndarray) -> np.ndarray:
     starts = np.concatenate([[0], breaks])
     nearest = starts[np.searchsorted(starts, places, side="right") - 1]
     return np.where(places - nearest <= LINE_REACH, nearest, places)
+
+
+def character_starts(text: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Each place in UTF-8 bytes, moved back to the start of its character."""
+    for _ in range(3):  # a character has up to three bytes 10xxxxxx after its first
+        places = np.maximum(places - ((text[places] & 0xC0) == 0x80), 0)
+    return places
 
 
 def insert(text: np.ndarray, places: np.ndarray, lines: Sequence[np.ndarray]) -> np.ndarray:
