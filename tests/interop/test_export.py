@@ -93,6 +93,8 @@ def test_transformers_generates_the_same_tokens(model, theirs):
         ids, mask = padded(PROMPTS, side)
         out = theirs.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
         assert out[:, ids.shape[1] :].tolist() == expected
+    with pytest.raises(ValueError, match="pad on the left"):  # transformers counts the padding's positions
+        theirs.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False, use_cache=False)
 
 
 def test_padding_on_either_side_changes_nothing(model, theirs):

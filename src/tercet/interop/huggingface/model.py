@@ -254,4 +254,7 @@ def _check_positions(position_ids: Tensor | None, mask: Tensor | None, tokens: T
     real = torch.ones_like(tokens) if mask is None else mask[:, -tokens.shape[1] :].long()
     expected = real.cumsum(1) - 1
     if bool(((position_ids != expected) & real.bool()).any()):
-        raise ValueError("position_ids do not describe one document per row: pass packed documents with cu_seqlens")
+        raise ValueError(
+            "position_ids do not describe one document per row: pass packed documents with cu_seqlens; to generate "
+            "with use_cache=False, pad on the left"
+        )
