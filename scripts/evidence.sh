@@ -1,27 +1,22 @@
 #!/usr/bin/env bash
-# Is sparse attention what makes the difference? Controls, seeds, learning rates, a second corpus, equal time.
+# Learning rates, optimizers, noise between seeds, and a production run. (Controls and seeds at `m7c`'s size:
+# scripts/retrieval.sh.)
 #
-#     bash scripts/evidence.sh train KIND CORPUS RUNS SEED [flags]      # 200M tokens at 8,192, or two epochs if fewer
-#     bash scripts/evidence.sh evals KIND CORPUS RUNS SEED              # loss by position, and needles
+#     bash scripts/evidence.sh seeds CORPUS RUNS SEED...                # tiny and tiny-dense on a CPU, one core each
 #     bash scripts/evidence.sh rates KIND CORPUS RUNS [flags]           # a small model, three learning rates at once
 #     bash scripts/evidence.sh optimizers CORPUS RUNS [flags]           # m7c with AdamW, and with Muon at two learning rates, at once
-#     bash scripts/evidence.sh time KIND CORPUS RUNS LENGTH SECONDS [flags]   # as many steps as fit the time
-#     bash scripts/evidence.sh production CORPUS RUNS [flags]           # SIGTERM at 30%, kill -9 at 65%, dense, report
+#     bash scripts/evidence.sh production CORPUS RUNS [flags]           # two-branch: SIGTERM at 30%, kill -9 at 65%; dense; report
 #     bash scripts/evidence.sh parameters                               # of every kind
 #
-# KIND: nsa (m7c), learned (with a learned selector), two-branch (learned, without the compressed branch), one-branch
-# (block-sparse with gates), block-sparse (one branch, no gates, a learned selector), all-blocks (NSA that reads every
-# block), random-blocks, dense, or dense-matched (a wider FFN: as many parameters as nsa; MATCHED=2224 for learned).
-# CORPUS: shards from scripts/linux_corpus.sh or scripts/manuals_corpus.sh. LR: learning rate (1e-3). STEPS: instead of
-# 200M tokens. LIMIT: seconds after which a run saves and stops (1380); the same command continues it.
-# On an H200 a step of nsa takes 0.14 s at 8,192 tokens. scripts/evidence_tables.py collects the results.
+# KIND: see scripts/kinds.sh. CORPUS: shards from scripts/linux_corpus.sh or scripts/manuals_corpus.sh. LR: learning rate
+# (1e-3). STEPS: of a run. LIMIT: seconds after which a run saves and stops (1380); the same command continues it.
 set -euo pipefail
-usage() { sed -n '2,17p' "$0" >&2; exit 2; }
+usage() { sed -n '2,12p' "$0" >&2; exit 2; }
 [ $# -ge 1 ] || usage
 phase=$1
 shift
 python=${PYTHON:-python3}
-LR=${LR:-1e-3} MATCHED=${MATCHED:-2192} LIMIT=${LIMIT:-1380}
+LR=${LR:-1e-3} LIMIT=${LIMIT:-1380}
 # Half, once and twice what the Step Law (arXiv 2503.04715), 1.79 · N^-0.713 · D^0.307, gives for 10M parameters and 66M
 # tokens. It gives 1.5e-3 for m7c and 200M tokens: LR is the best multiple of that.
 SMALL_RATES=${SMALL_RATES:-2.2e-3 4.4e-3 8.8e-3}
@@ -76,20 +71,16 @@ stop_at() { # signal, step, folder, kind, steps, flags: train in the background 
 }
 
 case $phase in
-train)
-    [ $# -ge 4 ] || usage
-    kind=$1 corpus=$2 runs=$3 seed=$4
-    shift 4
-    run "$runs/$(basename "$corpus")-$kind-$seed" "$kind" 8192 "$(whole_steps)" --run.seed "$seed" "$@"
-    ;;
-evals)
-    [ $# -eq 4 ] || usage
-    name=$(basename "$2")-$1-$4
-    "$python" -m tercet eval perplexity "$3/$name" --seq-len 8192 --sequences 256 --batch 8 > "$3/$name/perplexity.txt" &
-    first=$!
-    "$python" -m tercet eval needle "$3/$name" --style text --lengths 1024 2048 4096 8192 --trials 16 --batch 8 \
-        --depths 0 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1.0 > "$3/$name/needle.txt"
-    wait $first
+seeds)
+    [ $# -ge 3 ] || usage
+    corpus=$1 runs=$2
+    shift 2
+    for seed in "$@"; do for preset in tiny tiny-dense; do echo "$preset $seed"; done; done |
+        xargs -P "$(nproc)" -L 1 sh -c '"$0" -m tercet train --preset "$3" --run.seed "$4" --run.dir "$2/$3-$4" \
+            --run.device cpu --run.threads 1 --data.source shards --data.path "$1" --data.tokenizer byte \
+            --data.shuffle_sequences 4096 --train.steps 800 --train.val_every 0 --train.val_tokens 131072' \
+            "$python" "$corpus" "$runs"
+    for run in "$runs"/tiny*; do echo "$(basename "$run"): $(last_loss "$run")"; done
     ;;
 rates)
     [ $# -ge 3 ] || usage
@@ -115,10 +106,10 @@ optimizers) # the same seed: the same weights at first, and the same text in the
     corpus=$1 runs=$2 steps=${STEPS:-600}
     shift 2
     mkdir -p "$runs"
-    run "$runs/adamw-$LR" nsa 8192 "$steps" --run.seed 1 "$@" > "$runs/adamw-$LR.log" 2>&1 &
+    run "$runs/adamw-$LR" compressed 8192 "$steps" --run.seed 1 "$@" > "$runs/adamw-$LR.log" 2>&1 &
     jobs=($!) names=("adamw-$LR")
     for rate in $MUON_RATES; do
-        run "$runs/muon-$rate" nsa 8192 "$steps" --run.seed 1 --train.optimizer muon --train.muon.lr "$rate" "$@" \
+        run "$runs/muon-$rate" compressed 8192 "$steps" --run.seed 1 --train.optimizer muon --train.muon.lr "$rate" "$@" \
             > "$runs/muon-$rate.log" 2>&1 &
         jobs+=($!) names+=("muon-$rate")
     done
@@ -127,34 +118,19 @@ optimizers) # the same seed: the same weights at first, and the same text in the
     for name in "${names[@]}"; do echo "$name: validation loss $(last_loss "$runs/$name") after $(logged "$runs/$name") steps"; done
     exit $failed
     ;;
-time)
-    [ $# -ge 5 ] || usage
-    kind=$1 corpus=$2 runs=$3 length=$4 seconds=$5
-    shift 5
-    folder=$runs/$(basename "$corpus")-$kind-$length-${seconds}s
-    if [ ! -d "$folder" ] && [ -z "${STEPS:-}" ]; then # how long is a step?
-        run "$folder-probe" "$kind" "$length" 60 --train.val_every 0 --checkpoint.every 0 --run.seed 1 "$@"
-    fi
-    steps=${STEPS:-$("$python" -c '
-import csv, statistics, sys
-rows = list(csv.DictReader(open(sys.argv[1])))
-print(int(float(sys.argv[2]) / statistics.median(float(row["step_seconds"]) for row in rows[2:])))
-' "$folder-probe/training.csv" "$seconds")}
-    run "$folder" "$kind" "$length" "$steps" --model.rope_theta 500000 --run.seed 1 "$@"
-    ;;
 production)
     [ $# -ge 2 ] || usage
     corpus=$1 runs=$2
     shift 2
     steps=$(whole_steps)
-    stop_at TERM $((steps * 30 / 100)) "$runs/production" nsa 8192 "$steps" --run.seed 1 "$@"
-    stop_at KILL $((steps * 65 / 100)) "$runs/production" nsa 8192 "$steps" --run.seed 1 "$@"
-    run "$runs/production" nsa 8192 "$steps" --run.seed 1 "$@"
+    stop_at TERM $((steps * 30 / 100)) "$runs/production" two-branch 8192 "$steps" --run.seed 1 "$@"
+    stop_at KILL $((steps * 65 / 100)) "$runs/production" two-branch 8192 "$steps" --run.seed 1 "$@"
+    run "$runs/production" two-branch 8192 "$steps" --run.seed 1 "$@"
     run "$runs/production-dense" dense 8192 "$steps" --run.seed 1 "$@"
     "$python" -m tercet report "$runs/production" --baseline "$runs/production-dense"
     ;;
 parameters)
-    for kind in nsa learned two-branch one-branch block-sparse all-blocks random-blocks dense dense-matched; do
+    for kind in compressed learned two-branch one-branch block-sparse all random dense dense-matched; do
         # shellcheck disable=SC2046
         echo "$kind: $("$python" -m tercet plan --gpu H200 --preset $(flags_of_kind "$kind" 8192) | grep ^parameters)"
     done

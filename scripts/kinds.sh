@@ -1,24 +1,24 @@
 # The kinds of models that scripts/evidence.sh and scripts/retrieval.sh compare. Both source this file.
 
-flags_of_kind() { # kind, sequence length -> preset and flags. MATCHED: ffn_dim of dense-matched
+flags_of_kind() { # kind, sequence length -> preset and flags
     local learned="m7c --model.selector learned" one_set="--model.shared_kv true"
     case $1 in
-    nsa | compressed) echo m7c ;;
+    compressed) echo m7c ;;
     learned) echo "$learned" ;;
     two-branch) echo m7c-two-branch ;;
     two-branch-shared) echo "$learned --model.branches selected,window $one_set" ;;
     one-branch) echo "$learned --model.branches selected $one_set" ;;
     block-sparse) echo m7c-block-sparse ;;
-    all | all-blocks)
+    all)
         if [ "$2" -gt 16384 ]; then
             refuse "$1 at length $2: the kernels read at most 256 blocks, 16384 tokens"
         else
             echo m7c --model.nsa.select_count $(($2 / 64))
         fi
         ;;
-    random | random-blocks) echo m7c --model.selector random ;;
+    random) echo m7c --model.selector random ;;
     dense) echo m7c-dense ;;
-    dense-matched) echo m7c-dense --model.ffn_dim "$MATCHED" ;;
+    dense-matched) echo m7c-dense --model.ffn_dim 2184 ;; # as many parameters as compressed and two-branch
     *) refuse "kind $1 is unknown" ;;
     esac
 }

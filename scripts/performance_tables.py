@@ -37,7 +37,7 @@ from performance.results import (
 IMAGES = ROOT / "docs" / "images"
 PAGES = (ROOT / "docs" / "performance.md", ROOT / "README.md")
 SECTIONS = {
-    "train": "training steps", "decode": "attention of a decode step", "decode-model": "whole models that decode",
+    "train": "training steps", "decode": "attention of a decode step", "decode-model": "whole-model decoding",
     "operator": "operator", "growth": "growth", "kernels": "where the time goes", "shapes": "shapes",
     "large": "larger models", "blocks": "sizes of blocks", "fp8": "FP8", "batches": "small batches",
     "million": "a million tokens",
@@ -113,11 +113,12 @@ def readme() -> str:
         ["decoding, block-sparse, batch 1, × dense", *decoding("block-sparse learned", 1)],
         ["decoding, block-sparse, batch 16, × dense", *decoding("block-sparse learned", 16)],
     ]
-    about = part("train")
+    about, decoded = part("train"), part("decode-model")
     note = paragraph(
         f"Training steps of `m7c`, 65,536 tokens each, and decoding with the whole model, on one {about['device']} "
-        f"(torch {about['torch']}), {day(about['date'])}: `python scripts/measure.py OUT --parts train,decode-model`. "
-        "Dense is cuDNN attention. Peak memory of a step at 64k, × dense: block-sparse "
+        f"(torch {about['torch']}), {day(about['date'])} and {day(decoded['date'])}: `python scripts/measure.py OUT "
+        "--parts train,decode-model`. Dense is cuDNN attention in training, and Tercet's own split-KV kernel in "
+        "decoding. Peak memory of a step at 64k, × dense: block-sparse "
         f"{memory('block-sparse learned')}, two-branch {memory('two-branch learned')}, NSA {memory('nsa learned')}."
     )
     return f"{table(['context', *map(tokens, lengths)], lines)}\n\n{note}"

@@ -6,7 +6,7 @@
                                                  # print one table for your own runs; the last one is the baseline
 
 A page marks a table with `<!-- table:NAME -->` and `<!-- /table -->`; TABLES below maps each name to a function. The
-last form accepts what `tercet eval perplexity` and `tercet eval needle` print, and a run's `val.csv` and `k_stats.csv`.
+last form accepts what `tercet eval perplexity` and `tercet eval needle` print, and a run's `val.csv` and `layers.csv`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 RESULTS = DOCS / "results"
-QUALITY = RESULTS / "quality"
+SETTINGS = RESULTS / "block-settings"
 MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 BRANCHES = ("compressed", "selected", "window")
 
@@ -54,16 +54,6 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 def losses(path: Path) -> dict[int, float]:
     """Validation loss by step."""
     return {int(row["step"]): float(row["loss"]) for row in read_csv(path)}
-
-
-def gates_of(path: Path) -> dict[str, dict[str, Any]]:
-    """The gates of a verdict.json, those outside the verdict included."""
-    verdict = json.loads(path.read_text(encoding="utf-8"))
-    return {gate["name"]: gate for gate in [*verdict["gates"], *verdict["beyond"]]}
-
-
-def first_number(text: str) -> float:
-    return float(re.findall(r"[\d,]+\.?\d*", text)[0].replace(",", ""))
 
 
 # Formatting
@@ -178,111 +168,31 @@ def keys_per_query() -> str:
     return table(["sequence", "compressed", "selected", "window", "keys read", "fewer than dense"], rows)
 
 
-# Tables of docs/results/quality.md
+# Tables of docs/results/block-settings.md
 
 
-def _quality_evals(kind: str, *names: str) -> Records:
-    labels = {"nsa": "NSA", "paper": "paper", "dense": "dense"}
-    return {labels[name]: read_eval(QUALITY / f"{kind}-{name}.txt") for name in names}
+def _settings_evals(kind: str, *names: str) -> Records:
+    labels = {"nsa": "NSA", "paper": "paper's φ", "dense": "dense"}
+    return {labels[name]: read_eval(SETTINGS / f"{kind}-{name}.txt") for name in names}
 
 
-def quality_summary() -> str:
-    verdicts = {
-        "nsa": gates_of(RESULTS / "production" / "verdict.json"),
-        "dense": gates_of(RESULTS / "production" / "dense" / "verdict.json"),
+def settings_context() -> str:
+    return by_context(_settings_evals("perplexity", "nsa", "paper", "dense"), first=8)
+
+
+def settings_needles() -> str:
+    """Needles found by length."""
+    records = _settings_evals("needle", "nsa", "paper", "dense")
+    lengths = sorted({f["length"] for f in records["NSA"]["found"]})
+    found = {
+        name: [sum(f["right"] for f in record["found"] if f["length"] == length) for length in lengths]
+        for name, record in records.items()
     }
-    last = {name: losses(QUALITY / f"{name}-validation.csv") for name in verdicts}
-    whole = {name: read_eval(QUALITY / f"perplexity-{name}.txt")["all"] for name in verdicts}
-    found = {name: read_eval(QUALITY / f"needle-{name}.txt")["found"] for name in verdicts}
-    speed = {name: first_number(gates["throughput"]["evidence"]["tokens/s"]) for name, gates in verdicts.items()}
-    peak = {name: first_number(gates["memory"]["evidence"]["peak"]) for name, gates in verdicts.items()}
-    weights = {name: int(gates["numerics"]["evidence"]["weights"].split()[1]) for name, gates in verdicts.items()}
-    right = {name: sum(f["right"] for f in cells) for name, cells in found.items()}
-    asked = sum(f["asked"] for f in found["nsa"])
-    end = {name: by[max(by)] for name, by in last.items()}
-    loss = {name: record["loss"] for name, record in whole.items()}
-
-    def line(label: str, values: dict[str, float], form: str, compared: str) -> list[str]:
-        return [label, *(form.format(value) for value in values.values()), compared]
-
-    return table(
-        ["", "NSA (`m7c`)", "dense (`m7c-dense`)", "NSA vs dense"],
-        [
-            line("held-out loss at the end, nats per byte", end, "{:.4f}", change(end["nsa"] / end["dense"])),
-            line("held-out loss, twice as much text", loss, "{:.4f}", change(loss["nsa"] / loss["dense"])),
-            line(f"needles found, of {asked}", right, "{}", change(right["nsa"] / right["dense"], 0)),
-            line("tokens/s, packed documents", speed, "{:,.0f}", f"{speed['nsa'] / speed['dense']:.2f}×"),
-            line("peak memory, GiB", peak, "{:.1f}", f"{peak['nsa'] / peak['dense']:.2f}×"),
-            line("parameters", weights, "{:,}", f"{weights['nsa'] / weights['dense']:.2f}×"),
-        ],
-    )
-
-
-def quality_validation() -> str:
-    files = {"NSA": "nsa", "paper": "paper", "dense": "dense"}
-    return by_step({label: {"rows": read_csv(QUALITY / f"{name}-validation.csv")} for label, name in files.items()})
-
-
-def quality_context() -> str:
-    return by_context(_quality_evals("perplexity", "nsa", "paper", "dense"), first=8)
-
-
-def quality_needles() -> str:
-    return needles(_quality_evals("needle", "nsa", "dense"))
-
-
-def quality_needle_totals() -> str:
-    """Needles found by length, for all three models, and the median loss over the distances."""
-    records = _quality_evals("needle", "nsa", "paper", "dense")
-    rows = []
-    for length in sorted({f["length"] for f in records["NSA"]["found"]}):
-        cells = [[f for f in record["found"] if f["length"] == length] for record in records.values()]
-        asked = sum(f["asked"] for f in cells[0])
-        medians = [f"{statistics.median(f['nats'] for f in column):.2f}" for column in cells]
-        rows.append([f"{length:,}", *(f"{sum(f['right'] for f in column)} of {asked}" for column in cells), *medians])
-    return table(["length", *(f"{n}, found" for n in records), *(f"{n}, median nats" for n in records)], rows)
-
-
-def quality_confidence() -> str:
-    """NSA against dense by every measure that the files hold, with what they say about the spread."""
-    steps = {name: [float(row[name]) for row in read_csv(QUALITY / "every-step.csv")] for name in STEP_COLUMNS}
-    dense, whole_dense = losses(QUALITY / "dense-validation.csv"), read_eval(QUALITY / "perplexity-dense.txt")["all"]
-    tokens = int(read_csv(QUALITY / "dense-validation.csv")[-1]["tokens"])
-    end = max(dense)
-    columns = []
-    for name, column in (("nsa", "nsa"), ("paper", "nsa_paper")):
-        mine, whole = losses(QUALITY / f"{name}-validation.csv"), read_eval(QUALITY / f"perplexity-{name}.txt")["all"]
-        rest = [record["nats"] - tokens * loss for record, loss in ((whole, mine[end]), (whole_dense, dense[end]))]
-        late = sorted(mine[step] / dense[step] for step in mine if step >= 1500)
-        ratios = [
-            sum(steps[column][at : at + 25]) / sum(steps["dense"][at : at + 25]) for at in range(end - 500, end, 25)
-        ]
-        error = statistics.stdev(ratios) / len(ratios) ** 0.5
-        columns.append(
-            [
-                change(mine[end] / dense[end]),
-                change(rest[0] / rest[1]),
-                change(whole["loss"] / whole_dense["loss"]),
-                f"{change(late[0])} to {change(late[-1])}, mean {change(statistics.mean(late))}",
-                f"{change(statistics.mean(ratios), 2)} ± {error:.2%}",
-            ]
-        )
-    labels = [
-        f"validation during the run, {tokens:,} tokens",
-        "the evaluation's other tokens",
-        f"the whole evaluation, {whole_dense['tokens']:,} tokens",
-        "the validations from step 1,500 on",
-        "training loss, last 500 steps (± standard error)",
-    ]
-    rows = [list(row) for row in zip(labels, *columns, strict=True)]
-    return table(["measure", "NSA vs dense", "paper vs dense"], rows)
-
-
-STEP_COLUMNS = ("nsa", "nsa_paper", "dense")
+    return table(["", *(f"{n:,}" for n in lengths)], [[name, *map(str, right)] for name, right in found.items()])
 
 
 def _tiny(kind: str) -> dict[int, float]:
-    rows = read_csv(QUALITY / "tiny-seeds.csv")
+    rows = read_csv(RESULTS / "evidence" / "tiny-seeds.csv")
     return {int(row["seed"]): float(row["validation_loss"]) for row in rows if row["kind"] == kind}
 
 
@@ -300,25 +210,8 @@ def tiny_seeds() -> str:
     return table(["seed", "NSA", "dense", "NSA vs dense"], rows)
 
 
-def tiny_ablations() -> str:
-    labels = {
-        "window-only": ("window branch only", "--model.branches window"),
-        "no-selected": ("no selected branch", "--model.branches compressed window"),
-        "shared-kv": ("one K/V set for all branches", "--model.shared_kv"),
-        "softmax-gate": ("softmax gate", "--model.gate softmax"),
-        "mean-phi": ("φ = mean", "--model.compression mean"),
-        "no-initial": ("no forced first block", "--model.nsa.select_initial 0"),
-    }
-    base = _tiny("nsa")[1]
-    rows = [
-        [label, f"`{flag}`", f"{_tiny(kind)[1]:.3f}", change(_tiny(kind)[1] / base)]
-        for kind, (label, flag) in labels.items()
-    ]
-    return table(["ablation, seed 1", "flag", "loss", "vs NSA"], rows)
-
-
 def tiny_choice() -> str:
-    rows = read_csv(QUALITY / "tiny-choice.csv")
+    rows = read_csv(SETTINGS / "tiny-choice.csv")
     labels = {"as it is": "as in the preset"}
     names = list(dict.fromkeys(row["variant"] for row in rows))
     seeds = sorted({row["seed"] for row in rows})
@@ -326,8 +219,6 @@ def tiny_choice() -> str:
     cells = [[labels.get(name, f"`{name}`"), *(found[name, seed] for seed in seeds)] for name in names]
     return table(["`tiny`, held-out loss", *(f"seed {seed}" for seed in seeds)], cells)
 
-
-# Tables of docs/results/quality/block-choice.md
 
 TOY_VARIANTS = {
     "dense": "dense",
@@ -352,7 +243,7 @@ TOY_VARIANTS = {
 
 def _toy_rows() -> dict[str, list[dict[str, str]]]:
     """One-layer rows by variant; tied variants come from the runs with `compress_selected_keys`."""
-    option, plain = (read_csv(QUALITY / "choice" / name) for name in ("toy-option.csv", "toy.csv"))
+    option, plain = (read_csv(SETTINGS / "choice" / name) for name in ("toy-option.csv", "toy.csv"))
     rows = [row for row in plain if "tie" not in row["variant"]] + [row for row in option if "tie" in row["variant"]]
     found: dict[str, list[dict[str, str]]] = {}
     for row in rows:
@@ -376,7 +267,7 @@ def toy() -> str:
 
 def toy_keys() -> str:
     """How often base would choose a block with the source if it chose by means of its own selected keys."""
-    rows = [row for row in read_csv(QUALITY / "choice" / "toy-option.csv") if row["variant"] == "base"]
+    rows = [row for row in read_csv(SETTINGS / "choice" / "toy-option.csv") if row["variant"] == "base"]
     columns = {
         "its own choice": "hit_far",
         "mean of 8 keys": "mean_8_far",
@@ -406,7 +297,7 @@ CHOICE_NEEDLES = ("base", "l16", "tie+l16", "l16+mean", "tie+l16+mean", "tie+l16
 
 
 def small_models() -> str:
-    found = {name: losses(QUALITY / "choice" / f"{name}-validation.csv") for name in SMALL_MODELS}
+    found = {name: losses(SETTINGS / "choice" / f"{name}-validation.csv") for name in SMALL_MODELS}
     steps = sorted(found["base"])
     rows = []
     for name, (label, against) in SMALL_MODELS.items():
@@ -421,7 +312,7 @@ def small_models() -> str:
 
 def small_context() -> str:
     """Loss against base by context, and base's own loss."""
-    found = {name: read_eval(QUALITY / "choice" / f"{name}-perplexity.txt") for name in CHOICE_CONTEXT}
+    found = {name: read_eval(SETTINGS / "choice" / f"{name}-perplexity.txt") for name in CHOICE_CONTEXT}
     bins = {
         name: [b for b in record["by_position"] if b["first"] >= 128] + [record["all"]]
         for name, record in found.items()
@@ -438,7 +329,7 @@ def small_needles() -> str:
     """Needles found by length; in brackets the loss of the answer 10% and 40% of the length back."""
     rows = []
     for name in CHOICE_NEEDLES:
-        found = read_eval(QUALITY / "choice" / f"{name}-needle.txt")["found"]
+        found = read_eval(SETTINGS / "choice" / f"{name}-needle.txt")["found"]
         cells = []
         for length in (1024, 2048, 4096, 8192):
             here = [f for f in found if f["length"] == length]
@@ -449,33 +340,15 @@ def small_needles() -> str:
     return table(["variant", "1,024", "2,048", "4,096", "8,192"], rows)
 
 
-def blocks_of_32() -> str:
-    steps = json.loads((QUALITY / "choice" / "s32-steps.json").read_text(encoding="utf-8"))["results"]
-    gates = gates_of(RESULTS / "production" / "verdict.json")["throughput"]["evidence"]
-    nsa, dense = (first_number(gates[key]) for key in ("tokens/s", "dense twin"))
-    rows = [["32 blocks of 32", f"{s['batch']} × {s['length']:,}", f"{s['nsa']['tokens_per_s']:,.0f}"] for s in steps]
-    rows += [["16 blocks of 64 (`m7c`)", "8 × 8,192", f"{nsa:,.0f}"], ["dense", "8 × 8,192", f"{dense:,.0f}"]]
-    ratios = [float(row[2].replace(",", "")) / dense if row[1] == "8 × 8,192" else None for row in rows]
-    head = ["selected blocks", "batch", "tokens/s", "vs dense on packed documents"]
-    return table(head, [[*row, f"{ratio:.2f}×" if ratio else ""] for row, ratio in zip(rows, ratios, strict=True)])
-
-
-def quality_gates() -> str:
-    files = {"`m7c`": "nsa", "paper": "paper"}
-    return gate_shares({label: {"rows": read_csv(QUALITY / f"{name}-layers.csv")} for label, name in files.items()})
-
-
-# Tables of docs/results/quality/windows.md
-
 WINDOWS = {"w128": "w128", "w512 shared": "w512-shared", "w512": "w512", "dense": "dense"}
 
 
 def _window_evals(kind: str) -> Records:
-    return {label: read_eval(QUALITY / "windows" / f"{name}-{kind}.txt") for label, name in WINDOWS.items()}
+    return {label: read_eval(SETTINGS / "windows" / f"{name}-{kind}.txt") for label, name in WINDOWS.items()}
 
 
 def windows_validation() -> str:
-    folder = QUALITY / "windows"
+    folder = SETTINGS / "windows"
     return by_step({label: {"rows": read_csv(folder / f"{name}-validation.csv")} for label, name in WINDOWS.items()})
 
 
@@ -487,78 +360,17 @@ def windows_needles() -> str:
     return needles(_window_evals("needle"), lengths=(1024,))
 
 
-def windows_needles_2k() -> str:
-    found = _window_evals("needle")
-    return needles({name: found[name] for name in ("w128", "dense")}, lengths=(2048,))
+# The table of docs/nsa.md
 
 
-# Tables of docs/results/production.md
-
-
-def production_gates() -> str:
-    gates = gates_of(RESULTS / "production" / "verdict.json")
-    seen = {name: gate["evidence"] for name, gate in gates.items()}
-    overlap = [float(row["selected_overlap"]) for row in read_csv(QUALITY / "nsa-layers.csv")[-12:]]
-    speed, dense = (first_number(seen["throughput"][key]) for key in ("tokens/s", "dense twin"))
-    blocked = re.findall(r"[\d.]+", seen["checkpoint and resume"]["standing still"])
-    parity_of = r"forward (\S+), backward (\S+), (\S+) of (?:slots|selected blocks)"
-    parity = re.findall(parity_of, seen["numerics"]["kernel parity"])[0]
-    validation = re.findall(r"over ([\d,]+) tokens", seen["data"]["validation"])[0]
-    evidence = {
-        "record": f"{seen['record']['events'].split()[0]} events, no step missing or repeated, over two processes",
-        "stability": f"{seen['stability']['steps']} steps, loss {seen['stability']['loss']}, "
-        f"{seen['stability']['loss spikes']} spikes, {seen['stability']['stalls']} stalls",
-        "memory": f"peak {seen['memory']['peak']}; between steps {seen['memory']['growth']}",
-        "throughput": f"{speed:,.0f} tokens/s, {speed / dense:.2f}× dense ({dense:,.0f})",
-        "routing": f"Triton kernels in {sum(first_number(p) for p in seen['routing'].values()):,.0f} passes, no other",
-        "selection health": f"{_healthy(seen['selection health'])}; {min(overlap):.0%} to {max(overlap):.0%} "
-        "of the blocks stay from token to token",
-        "fallbacks": f"{seen['fallbacks']['fallbacks']} in {seen['fallbacks']['passes']} passes",
-        "checkpoint and resume": f"{seen['checkpoint and resume']['saved']} saved, resumed once; "
-        f"training blocked for {float(blocked[0]):.1f} s ({float(blocked[1]):.1f}%)",
-        "data": f"{seen['data']['waiting for data']} waiting; validated on {validation} tokens",
-        "numerics": f"kernels vs reference: forward {parity[0]}, backward {parity[1]}, {parity[2]} of selections equal",
-        "several devices": "one GPU; not part of the verdict",
-    }
-    return table(["gate", "verdict", "evidence"], [[name, gates[name]["verdict"], evidence[name]] for name in gates])
-
-
-def _healthy(seen: dict[str, str]) -> str:
-    affected = re.findall(r"(\d+) of (\d+) layers", seen["gate collapse"])[0]
-    return f"{affected[0]} of {affected[1]} layers with a collapsed gate"
-
-
-# Tables of docs/results/recall.md
-
-
-def _recall(runs: dict[str, list[dict[str, Any]]], first: int = 0) -> str:
-    rows = []
-    for at, bin in enumerate(next(iter(runs.values()))):
-        if bin["first"] >= first:
-            found = [f"{found[at]['accuracy']:.1%} of {found[at]['asked']}" for found in runs.values()]
-            rows.append([span(bin["first"], bin["last"]), *found])
-    return table(["tokens back", *runs], rows)
-
-
-def _recall_small(length: int) -> str:
-    runs = read_eval(RESULTS / "recall" / f"small-{length}.txt")["runs"]
-    return _recall({name: run["by_distance"] for name, run in zip(("NSA", "window only"), runs, strict=True)})
-
-
-def recall_64() -> str:
-    return _recall_small(64)
-
-
-def recall_256() -> str:
-    return _recall_small(256)
-
-
-def recall_long() -> str:
-    runs = {}
-    for name, file in (("NSA", "long-one-nsa.json"), ("window only", "long-one-window.json")):
-        record = json.loads((RESULTS / "recall" / file).read_text(encoding="utf-8"))
-        runs[name] = record["models"][name]["by_distance"]
-    return _recall(runs, first=64)
+def recall() -> str:
+    """Correct answers by distance, with all branches and with the window alone."""
+    runs = [run["by_distance"] for run in read_eval(RESULTS / "recall" / "small-64.txt")["runs"]]
+    rows = [
+        [span(bins[0]["first"], bins[0]["last"]), *(f"{one['accuracy']:.1%} of {one['asked']}" for one in bins)]
+        for bins in zip(*runs, strict=True)
+    ]
+    return table(["tokens back", "NSA", "window only"], rows)
 
 
 # Tables of docs/gpus.md. The plans are those of `tercet plan`.
@@ -633,30 +445,19 @@ def gpu_measured() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "keys-per-query": keys_per_query,
-    "quality-summary": quality_summary,
-    "quality-validation": quality_validation,
-    "quality-context": quality_context,
-    "quality-needles": quality_needles,
-    "quality-needle-totals": quality_needle_totals,
-    "quality-confidence": quality_confidence,
+    "settings-context": settings_context,
+    "settings-needles": settings_needles,
     "tiny-seeds": tiny_seeds,
-    "tiny-ablations": tiny_ablations,
     "tiny-choice": tiny_choice,
     "toy": toy,
     "toy-keys": toy_keys,
     "small-models": small_models,
     "small-context": small_context,
     "small-needles": small_needles,
-    "blocks-of-32": blocks_of_32,
-    "quality-gates": quality_gates,
     "windows-validation": windows_validation,
     "windows-context": windows_context,
     "windows-needles": windows_needles,
-    "windows-needles-2k": windows_needles_2k,
-    "production-gates": production_gates,
-    "recall-64": recall_64,
-    "recall-256": recall_256,
-    "recall-long": recall_long,
+    "recall": recall,
     "gpu-measured": gpu_measured,
     "gpu-24": lambda: gpu_plans("L4"),
     "gpu-48": lambda: gpu_plans("L40S"),
@@ -705,7 +506,7 @@ def _run_file(path: Path) -> dict[str, Any]:
         return {"eval": "gates", "rows": rows}
     if {"step", "loss"} <= columns:
         return {"eval": "validations", "rows": rows}
-    raise ValueError(f"{path} is neither a val.csv nor a k_stats.csv of a run")
+    raise ValueError(f"{path} is neither a val.csv nor a layers.csv of a run")
 
 
 def main(arguments: list[str]) -> int:

@@ -1,22 +1,23 @@
 #!/usr/bin/env bash
-# Train and evaluate the runs of docs/results/retrieval.md.
+# Train and evaluate the runs of docs/results/retrieval.md and docs/results/evidence.md.
 #
 #     bash scripts/retrieval.sh train KIND CORPUS RUNS [flags of tercet train]
 #     bash scripts/retrieval.sh evals KIND RUNS
 #     bash scripts/retrieval.sh small KIND CORPUS RUNS SEED [flags]      # a model of 5M parameters, trained and evaluated
 #
 # KIND: learned; two-branch (learned without the compressed branch), two-branch-shared (and one set of keys and values);
-# one-branch (block-sparse with gates); block-sparse (one branch without gates, learned selectors); compressed (the
-# paper's choice of blocks); dense, or dense-matched (a wider FFN: as many parameters as two-branch). small also takes
-# the controls random and all (blocks). A suffix -plain leaves the exercises out.
+# one-branch (block-sparse with gates); block-sparse (one branch without gates, learned selectors); compressed (scores of
+# compressed keys choose the blocks); dense, or dense-matched (a wider FFN: as many parameters as two-branch). Controls:
+# all (NSA reads every block, up to 8,192 tokens) and random (blocks). A suffix -plain leaves the exercises out.
 # CORPUS: shards from scripts/linux_corpus.sh. STOP: a step after which `train` is interrupted, such as 1700, the end of
-# the first stage; its checkpoint stays, and the learning rate is that of the whole run. LR: learning rate of `small`.
+# the first stage; its checkpoint stays, and the learning rate is that of the whole run. With STOP, `evals` evaluates that
+# checkpoint up to 8,192 tokens. LR: learning rate of `small`.
 # On an H200 `learned` trains for eight minutes; its evaluations take four.
 set -euo pipefail
-usage() { sed -n '2,14p' "$0" >&2; exit 2; }
+usage() { sed -n '2,15p' "$0" >&2; exit 2; }
 [ $# -ge 3 ] || usage
 phase=$1 kind=$2
-python=${PYTHON:-python3} MATCHED=2184
+python=${PYTHON:-python3}
 # shellcheck source=scripts/kinds.sh
 . "$(dirname "$0")/kinds.sh"
 
@@ -68,6 +69,17 @@ small)
     ;;
 evals)
     run=$3/$kind
+    if [ -n "${STOP:-}" ]; then
+        run=$run/checkpoints/step-$(printf %08d "$STOP")
+        "$python" -m tercet eval ruler "$run" --lengths 1024,8192 --tasks niah_single_2,niah_multikey_1,niah_multikey_2 \
+            --questions 100 --wording training --out "$3/$kind-ruler.json" > "$3/$kind-ruler.txt" &
+    fi
+    "$python" -m tercet eval needle "$run" --style text --lengths 1024 2048 4096 8192 --trials 16 --dtype bfloat16 \
+        --depths 0 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1.0 > "$3/$kind-needle.txt" &
+    "$python" -m tercet eval perplexity "$run" --seq-len 8192 --sequences 256 --batch 8 --dtype bfloat16 \
+        > "$3/$kind-perplexity.txt" &
+    wait
+    [ -z "${STOP:-}" ] || exit 0
     lengths=1024,2048,4096,8192,16384,32768,65536
     for wording in training held-out; do
         "$python" -m tercet eval ruler "$run" --lengths $lengths --tasks niah_single_2 --wording $wording \
@@ -75,11 +87,7 @@ evals)
     done
     "$python" -m tercet eval ruler "$run" --lengths 1024,4096,8192 --questions 100 --wording training \
         --out "$3/$kind-tasks.json" > "$3/$kind-tasks.txt" &
-    "$python" -m tercet eval needle "$run" --style text --lengths 1024 2048 4096 8192 --trials 16 --dtype bfloat16 \
-        --depths 0 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1.0 > "$3/$kind-needle.txt" &
     "$python" -m tercet eval context "$run" --lengths 8192 16384 32768 65536 > "$3/$kind-context.txt" &
-    "$python" -m tercet eval perplexity "$run" --seq-len 8192 --sequences 256 --batch 8 --dtype bfloat16 \
-        > "$3/$kind-perplexity.txt" &
     wait
     ;;
 *) usage ;;

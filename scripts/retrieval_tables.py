@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results" / "retrieval"
-QUALITY = FOLDER.parent / "quality"
+SETTINGS = FOLDER.parent / "block-settings"
 CONVERSION = FOLDER.parent / "conversion"
 
 
@@ -53,8 +53,8 @@ def needles() -> str:
         "dense, step 1,700, second run": CONVERSION / "second" / "dense-needle.txt",
         "dense to step 1,700, then block-sparse for 20M tokens": CONVERSION / "learned-304-needle.txt",
         "the same of the second run": CONVERSION / "second" / "learned-304-needle.txt",
-        "NSA, compressed scores, no exercises": QUALITY / "needle-nsa.txt",
-        "dense, no exercises": QUALITY / "needle-dense.txt",
+        "NSA, compressed scores, no exercises": SETTINGS / "needle-nsa.txt",
+        "dense, no exercises": SETTINGS / "needle-dense.txt",
     }
     records = {name: _last_line(path)["found"] for name, path in files.items()}
     lengths = sorted({f["length"] for f in records["NSA, learned selectors"]})

@@ -20,7 +20,7 @@ from tercet.config.load import differences, load
 from tercet.config.schema import RunConfig
 
 ROOT = Path(__file__).parents[2]
-RECORDED = ROOT / "docs" / "results" / "quality" / "choice"
+RECORDED = ROOT / "docs" / "results" / "block-settings" / "choice"
 
 
 @pytest.fixture(scope="module")

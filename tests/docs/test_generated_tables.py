@@ -49,7 +49,9 @@ def test_files_that_cannot_be_compared_are_a_one_line_error(tmp_path: Path, caps
 
 
 def test_a_table_of_your_own_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    files = [f"{name}={ROOT / 'docs' / 'results' / 'quality' / f'{name}-validation.csv'}" for name in ("nsa", "dense")]
+    files = [
+        f"{name}={ROOT / 'docs' / 'results' / 'block-settings' / f'{name}-validation.csv'}" for name in ("nsa", "dense")
+    ]
     assert SCRIPT["main"](files) == 0
     head, _, *rows = capsys.readouterr().out.splitlines()
     assert head == "| step | nsa | dense | nsa vs dense |"

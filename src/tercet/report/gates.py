@@ -24,7 +24,7 @@ class Thresholds:
     memory_growth: float = 0.05
     memory_growth_gib: float = 0.25
     dense_ratio: float = 1.0
-    dense_length: int = 8192  # shorter sequences need not be as fast as dense: there dense won every measurement
+    dense_length: int = 8192  # shorter sequences need not be as fast as dense: there dense is faster than NSA
     tokens_per_s: float | None = None
     data_wait: float = 0.10
     bad_records: float = 0.001
