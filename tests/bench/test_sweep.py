@@ -147,7 +147,8 @@ def test_learning_rates_are_compared_and_plotted(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("lrs", [(), (1e-3,)])
 def test_a_sweep_reads_a_file_and_settings(tmp_path, monkeypatch, lrs):
     file = tmp_path / "mine.toml"
-    file.write_text('[data]\nsource = "text"\npath = "texts"\nseq_len = 128\n')
+    stages = 'stages = ["128:10", "256:10"]'
+    file.write_text(f'[data]\nsource = "text"\npath = "texts"\nseq_len = 512\n[train]\n{stages}\n')
     started = []
 
     def run_cell(words, keys, seconds):
@@ -160,6 +161,7 @@ def test_a_sweep_reads_a_file_and_settings(tmp_path, monkeypatch, lrs):
     sweep("tiny", config=str(file), settings=own, lrs=lrs, out=str(tmp_path / "out"), device="cpu")
     (config,) = started
     assert (config.data.path, config.data.seq_len, config.model.branches) == (("texts",), 128, ("selected", "window"))
+    assert config.train.stages == ()  # a cell has the length of the first
     assert config.train.lr == (lrs[0] if lrs else 1)
 
 

@@ -84,7 +84,7 @@ def sweep_learning_rates(
     table = render(cells, best)
     (folder / "sweep.md").write_text("\n".join(table) + "\n", encoding="utf-8")
     print("\n" + "\n".join(table))
-    if (picture := plot(cells, folder / "learning-rates.svg")) is not None:
+    if worked and (picture := plot(cells, folder / "learning-rates.svg")) is not None:
         print(f"plot: {picture}")
     record = best and {key: value for key, value in asdict(best).items() if key != "losses"}
     print(json.dumps({"cells": len(cells), "ok": len(worked), "best": record}))

@@ -84,7 +84,7 @@ def sweep(
         preset: Base configuration of every cell.
         config: TOML file with more of it, as for `tercet train`.
         settings: More keys, e.g. data.source=text,data.path=my-texts,model.selector=learned.
-        lengths: Sequence lengths; default: the preset's.
+        lengths: Sequence lengths; default: the preset's, or its first stage's.
         batches: Sequences per device and pass; default: the preset's.
         checkpointing: Activation checkpointing: none, selective, full.
         strategies: single, ddp, fsdp, hsdp, cp; all but single run under torchrun.
@@ -102,7 +102,7 @@ def sweep(
     if steps < 2:
         raise UsageError(f"--steps {steps} is too small: the first step is warm-up, give at least 2")
     given = parse_settings(settings)
-    base = load(preset=preset, file=config or None, flags=given).config
+    base = load(preset=preset, file=config or None, flags=given).config.stages[0]  # every cell has one length
     source = ["--preset", preset, *(["--config", config] if config else [])]
     grid = points(
         lengths or (base.data.seq_len,), batches or (base.train.micro_batch,), checkpointing, strategies, bucket_mb
@@ -183,7 +183,7 @@ def _pass_tokens(point: Point, ranks: int) -> int:
 def _point_keys(point: Point, tokens_per_step: int) -> dict[str, Any]:
     keys = {
         "data.seq_len": point.length, "train.micro_batch": point.batch, "train.tokens_per_step": tokens_per_step,
-        "train.activation_checkpointing": point.checkpointing,
+        "train.activation_checkpointing": point.checkpointing, "train.stages": (),
     }  # fmt: skip
     return keys if point.bucket_mb is None else keys | {"parallel.bucket_mb": point.bucket_mb}
 
