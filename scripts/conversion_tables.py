@@ -6,13 +6,14 @@ python scripts/results_tables.py             # fills the tables below between th
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results" / "conversion"
+from result_files import RESULTS, k, read_eval, table
+
+FOLDER = RESULTS / "conversion"
 KINDS = {
     "block-sparse": "by means",
     "learned": "learned selectors",
@@ -28,18 +29,8 @@ COLOURS = {
 }  # fmt: skip
 
 
-def _rows(header: list[str], rows: list[list[str]]) -> str:
-    lines = [f"| {' | '.join(line)} |".replace("  ", " ") for line in (header, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
-
-
-def _k(length: int) -> str:
-    return f"{length // 1024}k" if length >= 1024 else str(length)
-
-
 def _evaluation(name: str) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads((FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines()[-1])
-    return record
+    return read_eval(FOLDER / f"{name}.txt")
 
 
 def _has(name: str) -> bool:
@@ -94,14 +85,14 @@ def losses() -> str:
         rows.append(
             [label, *(f"{loss:.4f}" for loss in (record["all"]["loss"], *(by_first[b["first"]] for b in bins)))]
         )
-    return _rows(["", "all", *(f"{_k(b['first'])}–{_k(b['last'] + 1)}" for b in bins)], rows)
+    return table(["", "all", *(f"{k(b['first'])}–{k(b['last'] + 1)}" for b in bins)], rows)
 
 
 def needles() -> str:
     found = {label: _found(name) for label, name in _models().items()}
     lengths = list(_found("dense"))
     rows = [[label, *(str(by[n][0]) for n in lengths)] for label, by in found.items()]
-    return _rows(["", *map(_k, lengths)], rows)
+    return table(["", *map(k, lengths)], rows)
 
 
 def target() -> str:
@@ -128,8 +119,8 @@ def target() -> str:
         if kind != "continued"
         for reference, against in references.items()
     ]
-    asked = [f"needles, {_k(length)}" for length in _found("dense")]
-    return _rows(["20M tokens", "loss", "loss, 512–1k", "loss, 1k–2k", *asked], rows)
+    asked = [f"needles, {k(length)}" for length in _found("dense")]
+    return table(["20M tokens", "loss", "loss, 512–1k", "loss, 1k–2k", *asked], rows)
 
 
 def answer() -> str:
@@ -150,8 +141,8 @@ def answer() -> str:
         )
     asked = _found("dense")
     longest, total = max(asked), sum(n for _, n in asked.values())
-    head = [f"needles at {_k(longest)}, of {asked[longest][1]}", f"at all lengths, of {total}"]
-    return _rows(["run", *head, "loss vs dense trained on for as long"], rows)
+    head = [f"needles at {k(longest)}, of {asked[longest][1]}", f"at all lengths, of {total}"]
+    return table(["run", *head, "loss vs dense trained on for as long"], rows)
 
 
 def second() -> str:
@@ -171,7 +162,7 @@ def second() -> str:
         rows.append(
             [label, f"{_evaluation(f'{file}-perplexity')['all']['loss']:.4f}", *found, *[""] * (4 - len(found))]
         )
-    return _rows(["", "loss", *map(_k, _found(f"{SECOND}dense"))], rows)
+    return table(["", "loss", *map(k, _found(f"{SECOND}dense"))], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -220,7 +211,7 @@ def draw() -> Path:
         50, loss(f"{SECOND}continued-760"), "D", color=COLOURS["continued"], label="dense, trained on, second run"
     )
     left.set(ylabel="held-out loss, nats per byte")
-    right.set(ylabel=f"needles found at {_k(longest)}, %", ylim=(0, 102))
+    right.set(ylabel=f"needles found at {k(longest)}, %", ylim=(0, 102))
     left.legend(frameon=False)
     figure.tight_layout()
     target = FOLDER / "conversion.svg"

@@ -6,14 +6,13 @@ those with the presets' own seed are among the files of retrieval and conversion
 
 from __future__ import annotations
 
-import csv
 import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+from result_files import RESULTS, change, losses, read_csv, read_eval, table
+
 FOLDER = RESULTS / "evidence"
 STEP = 1700  # the end of the stage at 8,192
 KINDS = {
@@ -42,22 +41,11 @@ OWN = {
 }
 
 
-def _rows(header: list[str], rows: list[list[str]]) -> str:
-    lines = [f"| {' | '.join(line)} |".replace("  ", " ") for line in (header, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
-
-
-def _last_line(path: Path) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8").strip().splitlines()[-1])
-    return record
-
-
 def _loss(path: Path) -> float:
     """Held-out loss at the end of the stage, from a validation during the run or from `tercet eval perplexity`."""
     if path.suffix == ".txt":
-        return float(_last_line(path)["all"]["loss"])
-    with path.open(encoding="utf-8") as stream:
-        return next(float(row["loss"]) for row in csv.DictReader(stream) if int(row["step"]) == STEP)
+        return float(read_eval(path)["all"]["loss"])
+    return losses(path)[STEP]
 
 
 def seeds() -> list[int]:
@@ -81,7 +69,7 @@ def against_dense(seed: int, kind: str) -> str:
         base, star = found(seed, "dense-matched"), "\\*"
     if not mine or not base or kind == "dense" or (star and kind == "dense-matched"):
         return ""
-    return f"{statistics.fmean(mine) / statistics.fmean(base) - 1:+.1%}{star}".replace("-", "−")
+    return change(statistics.fmean(mine) / statistics.fmean(base)) + star
 
 
 def _parameters(kind: str) -> str:
@@ -92,7 +80,7 @@ def _parameters(kind: str) -> str:
     return f"{parameters(load(file=configs[0]).config.model).total / 1e6:.1f}M"
 
 
-def losses() -> str:
+def all_losses() -> str:
     """Every kind and seed, and each against dense with the same seed."""
     columns = [OWN_SEED, *seeds()]
     rows = []
@@ -101,7 +89,7 @@ def losses() -> str:
         if any(cells):
             changes = ", ".join(filter(None, (against_dense(seed, kind) for seed in columns)))
             rows.append([name, _parameters(kind), *cells, changes])
-    return _rows(["", "parameters", *(f"seed {seed}" for seed in columns), "vs dense"], rows)
+    return table(["", "parameters", *(f"seed {seed}" for seed in columns), "vs dense"], rows)
 
 
 def _of_seed(seed: int, suffix: str) -> dict[str, Path]:
@@ -113,13 +101,13 @@ def positions() -> str:
     """Loss by the number of tokens before, of runs with the same seed, so with the same held-out text."""
     rows = []
     for seed in seeds():
-        bins = {kind: _last_line(path)["by_position"] for kind, path in _of_seed(seed, "perplexity.txt").items()}
+        bins = {kind: read_eval(path)["by_position"] for kind, path in _of_seed(seed, "perplexity.txt").items()}
         if len({tuple(b["tokens"] for b in one) for one in bins.values()}) != 1:
             raise ValueError(f"seed {seed}: the models were evaluated on different text")
         shown = {kind: [b for b in one if b["first"] in (8, 64, 512, 1024, 2048, 4096)] for kind, one in bins.items()}
         head = ["seed", "tokens before", *(f"{b['first']:,}–{b['last']:,}" for b in next(iter(shown.values())))]
         rows += [[str(seed), KINDS[kind], *(f"{b['loss']:.4f}" for b in one)] for kind, one in shown.items()]
-    return _rows(head, rows)
+    return table(head, rows)
 
 
 def retrieval() -> str:
@@ -132,16 +120,36 @@ def retrieval() -> str:
                 for f in json.loads(path.read_text(encoding="utf-8"))["found"]
                 if f["depth"] is None
             }
-            needles = _last_line(FOLDER / f"{kind}-{seed}-needle.txt")["found"]
+            needles = read_eval(FOLDER / f"{kind}-{seed}-needle.txt")["found"]
             right = [sum(f["right"] for f in needles if f["length"] == length) for length in LENGTHS]
             cells = [[f"{scores[length, task]['score']:.0%}" for length in LENGTHS] for task in TASKS]
             rows.append([str(seed), KINDS[kind], " / ".join(map(str, right)), *map(" / ".join, cells)])
     head = ["seed", "found at 1k / 8k", "sentences", *TASKS.values()]
-    return _rows(head, rows)
+    return table(head, rows)
+
+
+def _tiny(kind: str) -> dict[int, float]:
+    rows = read_csv(FOLDER / "tiny-seeds.csv")
+    return {int(row["seed"]): float(row["validation_loss"]) for row in rows if row["kind"] == kind}
+
+
+def tiny_seeds() -> str:
+    nsa, dense = _tiny("nsa"), _tiny("dense")
+    ratios = [nsa[seed] / dense[seed] for seed in sorted(nsa)]
+    rows = [
+        [str(seed), f"{nsa[seed]:.3f}", f"{dense[seed]:.3f}", change(ratio)]
+        for seed, ratio in zip(sorted(nsa), ratios, strict=True)
+    ]
+    mean = [f"{statistics.mean(found.values()):.3f}" for found in (nsa, dense)]
+    rows.append(["**mean**", *mean, f"**{change(statistics.mean(ratios))}**"])
+    spread = statistics.stdev(ratios)
+    rows.append(["standard deviation (error)", "", "", f"{spread:.1%} ({spread / len(ratios) ** 0.5:.2%})"])
+    return table(["seed", "NSA", "dense", "NSA vs dense"], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "evidence-losses": losses,
+    "evidence-losses": all_losses,
     "evidence-positions": positions,
     "evidence-retrieval": retrieval,
+    "tiny-seeds": tiny_seeds,
 }

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results" / "retrieval"
-SETTINGS = FOLDER.parent / "block-settings"
-CONVERSION = FOLDER.parent / "conversion"
+from result_files import RESULTS, k, read_csv, read_eval, table
+from result_files import losses as read_losses
 
-
-def _rows(header: list[str], rows: list[list[str]]) -> str:
-    lines = [f"| {' | '.join(line)} |".replace("  ", " ") for line in (header, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
-
-
-def _last_line(path: Path) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8").strip().splitlines()[-1])
-    return record
+FOLDER = RESULTS / "retrieval"
+SETTINGS = RESULTS / "block-settings"
+CONVERSION = RESULTS / "conversion"
 
 
 def _ruler(name: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads((FOLDER / name).read_text(encoding="utf-8"))["found"]
     return found
-
-
-def _k(length: int) -> str:
-    return f"{length // 1024}k"
 
 
 def _cell(result: dict[str, Any]) -> str:
@@ -56,13 +43,13 @@ def needles() -> str:
         "NSA, compressed scores, no exercises": SETTINGS / "needle-nsa.txt",
         "dense, no exercises": SETTINGS / "needle-dense.txt",
     }
-    records = {name: _last_line(path)["found"] for name, path in files.items()}
+    records = {name: read_eval(path)["found"] for name, path in files.items()}
     lengths = sorted({f["length"] for f in records["NSA, learned selectors"]})
     rows = []
     for name, found in records.items():
         right = [sum(f["right"] for f in found if f["length"] == length) for length in lengths]
         rows.append([name, *map(str, right)])
-    return _rows(["", *map(_k, lengths)], rows)
+    return table(["", *map(k, lengths)], rows)
 
 
 def _whole(name: str) -> dict[int, dict[str, Any]]:
@@ -94,7 +81,7 @@ def single() -> str:
     records = {label: _scores(name) for label, name in files.items()}
     lengths = sorted({length for found in records.values() for length in found})
     rows = [[label, *(f"{found[n]:.0%}" if n in found else "" for n in lengths)] for label, found in records.items()]
-    return _rows(["", *map(_k, lengths)], rows)
+    return table(["", *map(k, lengths)], rows)
 
 
 def probe() -> str:
@@ -105,7 +92,7 @@ def probe() -> str:
         if max(cell["mass"] for cell in cells) > 0.2:
             numbers = (f"{cell['mass']:.2f}, {cell['rank']:g}, {cell['chosen']:.0%}" for cell in cells)
             rows.append([f"layer {cells[0]['layer']}, KV head {cells[0]['kv_head']}", *numbers])
-    return _rows(["attention, rank, chosen", *(_k(record["length"]) for record in found)], rows)
+    return table(["attention, rank, chosen", *(k(record["length"]) for record in found)], rows)
 
 
 ENDS = {1700: 8192, 2000: 32768, 2500: 65536}  # last step and length of each stage
@@ -113,14 +100,12 @@ ENDS = {1700: 8192, 2000: 32768, 2500: 65536}  # last step and length of each st
 
 def validations(kind: str) -> dict[int, float]:
     """Held-out loss by step."""
-    with (FOLDER / f"{kind}-validation.csv").open(encoding="utf-8") as stream:
-        return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(stream)}
+    return read_losses(FOLDER / f"{kind}-validation.csv")
 
 
 def step_times(kind: str) -> dict[int, float]:
     """Median seconds of a step by the last step of its stage."""
-    with (FOLDER / f"{kind}-training.csv").open(encoding="utf-8") as stream:
-        seconds = {int(row["step"]): float(row["step_seconds"]) for row in csv.DictReader(stream)}
+    seconds = {int(row["step"]): float(row["step_seconds"]) for row in read_csv(FOLDER / f"{kind}-training.csv")}
     starts = (0, *ENDS)
     return {
         end: statistics.median(s for n, s in seconds.items() if start < n <= end)
@@ -148,14 +133,14 @@ def losses() -> str:
         loss, times = validations(kind), step_times(kind)
         cells = (f"{loss[end]:.4f}, {times[end] * 1000:.0f} ms, {minutes(kind, end):.1f} min" for end in ENDS)
         rows.append([name, *cells])
-    head = (f"step {end:,}, {_k(length)}" for end, length in ENDS.items())
-    return _rows(["loss, time of a step, of all steps so far", *head], rows)
+    head = (f"step {end:,}, {k(length)}" for end, length in ENDS.items())
+    return table(["loss, time of a step, of all steps so far", *head], rows)
 
 
 def positions() -> str:
     """Held-out loss in sequences of 8,192 by position in the document, after the same steps."""
     files = {"dense": "dense", "NSA": "learned", "two-branch": "two-branch", "block-sparse": "block-sparse"}
-    found = {name: _last_line(FOLDER / f"{file}-perplexity.txt")["by_position"] for name, file in files.items()}
+    found = {name: read_eval(FOLDER / f"{file}-perplexity.txt")["by_position"] for name, file in files.items()}
     if len({tuple(b["tokens"] for b in bins) for bins in found.values()}) != 1:
         raise ValueError("the models were evaluated on different text: run the evaluations again")
     shown = {name: [b for b in bins if b["first"] in (8, 64, 512, 1024, 2048, 4096)] for name, bins in found.items()}
@@ -164,7 +149,7 @@ def positions() -> str:
     for name in ("NSA", "two-branch", "block-sparse"):
         change = (f"{b['loss'] / a['loss'] - 1:.1%}" for a, b in zip(dense, shown[name], strict=True))
         rows.append([f"{name} vs dense", *(text.replace("-", "−") for text in change)])
-    return _rows(["tokens before", *(f"{b['first']:,}–{b['last']:,}" for b in dense)], rows)
+    return table(["tokens before", *(f"{b['first']:,}–{b['last']:,}" for b in dense)], rows)
 
 
 def tasks() -> str:
@@ -179,21 +164,21 @@ def tasks() -> str:
         [f"`{task}`", *(_cell(found[kind][task, length]) for kind, length in columns)]
         for task in dict.fromkeys(task for task, _ in found["NSA"])
     ]
-    return _rows(["task", *(f"{kind}, {_k(length)}" for kind, length in columns)], rows)
+    return table(["task", *(f"{kind}, {k(length)}" for kind, length in columns)], rows)
 
 
 def context() -> str:
     """Loss of the same last tokens with more context."""
     kinds = {"NSA": "learned", "two-branch": "two-branch", "block-sparse": "block-sparse", "dense": "dense"}
-    found = [_last_line(FOLDER / f"{name}-context.txt")["by_context"] for name in kinds.values()]
+    found = [read_eval(FOLDER / f"{name}-context.txt")["by_context"] for name in kinds.values()]
     rows = []
     for cells in zip(*found, strict=True):
-        row = [_k(cells[0]["tokens"])]
+        row = [k(cells[0]["tokens"])]
         for cell, record in zip(cells, found, strict=True):
             row += [f"{cell['loss']:.4f}", _gain(cell["losses"], record[0]["losses"])]
         rows.append(row)
-    base = f"against {_k(found[0][0]['tokens'])}"
-    return _rows(["tokens read", *(name for kind in kinds for name in (kind, base))], rows)
+    base = f"against {k(found[0][0]['tokens'])}"
+    return table(["tokens read", *(name for kind in kinds for name in (kind, base))], rows)
 
 
 def _gain(losses: list[float], base: list[float]) -> str:
