@@ -15,5 +15,7 @@ def test_most_facts_of_the_small_recipe_lie_beyond_the_windows() -> None:
     config = load(file=SCRIPTS / "recall.toml", flags={"run.device": "cpu"}).config
     model = LanguageModel(config).eval()
     asked = recall_by_distance(model, length=config.data.seq_len, documents=32, batch=16)
-    far = sum(r.asked for r in asked if r.last > window_reach(model))
+    reach = window_reach(config.model)
+    assert reach is not None
+    far = sum(r.asked for r in asked if r.last > reach)
     assert far > sum(r.asked for r in asked) / 2

@@ -25,6 +25,7 @@ from tercet.inference.perplexity import ContextLoss, by_context, by_position, he
 from tercet.inference.plots import needle_map, perplexity_plot, recall_plot
 from tercet.inference.recall import recall_by_distance, window_reach
 from tercet.inference.selection_map import record_selections, selection_page
+from tercet.model.config import ModelConfig
 
 RECALL = {
     "data__synthetic__task": "recall",
@@ -75,7 +76,21 @@ def test_recall_is_right_exactly_as_far_as_the_model_sees():
     short = {r.first: r for r in recall_by_distance(Knowing(model, 63), length=128, documents=12)}
     assert [r.accuracy for first, r in short.items() if first < 64] == [1.0] * sum(first < 64 for first in short)
     assert short[64].accuracy == 0
-    assert window_reach(model) == 2 * 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "reach"),
+    [
+        ({}, 14),
+        ({"attention": "window"}, 14),
+        ({"branches": ("selected", "window")}, 14),
+        ({"branches": ("selected",)}, None),
+        ({"attention": "nsa,dense"}, None),
+    ],
+)
+def test_how_far_windows_reach(changes, reach):
+    config = language_model(**RECALL).config
+    assert window_reach(ModelConfig(**{**dict(config), **changes})) == reach
 
 
 def test_recall_refuses_a_model_of_other_data():

@@ -70,7 +70,7 @@ def window_only():
 
 def accuracy_beyond_windows(model):
     found = recall_by_distance(model, length=48, documents=128, batch=32)
-    far = [r for r in found if r.first > max(window_reach(model), 12)]
+    far = [r for r in found if r.first > max(window_reach(model.config), 12)]
     assert sum(r.asked for r in far) > 50
     return sum(r.right for r in far) / sum(r.asked for r in far)
 

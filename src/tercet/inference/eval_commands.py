@@ -294,11 +294,12 @@ def recall(
         warning = _warn_beyond_training(model, run, "--length", [tokens])
         progress = Progress(documents * tokens).update
         buckets = recall_by_distance(model, length=tokens, documents=documents, batch=batch, progress=progress)
-        reach = window_reach(model)
+        reach = window_reach(model.config)
         bits = bits_per_byte(buckets)
-        print(f"{run}: windows alone reach {reach} tokens back; answers take {bits:.3f} bits per byte")
+        windows = f"windows alone reach {reach} tokens back; " if reach is not None else ""
+        print(f"{run}: {windows}answers take {bits:.3f} bits per byte")
         for b in buckets:
-            far = "  beyond the windows" if b.first > reach else ""
+            far = "  beyond the windows" if reach is not None and b.first > reach else ""
             print(f"  {f'{b.first} to {b.last}':>15} tokens back: {b.accuracy:>6.1%} of {b.asked}{far}")
         curves[str(run)] = [(b.last, b.accuracy) for b in buckets]
         records.append(

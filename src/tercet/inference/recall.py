@@ -20,6 +20,7 @@ from tercet.data.loader import build_loader
 from tercet.data.synthetic import ASK, IS, KEY_TOKENS
 from tercet.inference.arguments import at_least_one, check_recall
 from tercet.inference.load import LanguageModel
+from tercet.model.config import ModelConfig
 from tercet.model.cost import chunk_rows
 from tercet.model.transformer import Transformer
 
@@ -42,9 +43,11 @@ class RecallBucket:
         return {**asdict(self), "accuracy": self.accuracy}
 
 
-def window_reach(model: Transformer) -> int:
-    """How many tokens back information can travel through windows alone: w - 1 per layer."""
-    return model.config.layers * (model.config.nsa.window - 1)
+def window_reach(config: ModelConfig) -> int | None:
+    """How many tokens back information can travel through windows alone: w - 1 per layer. None if a layer is dense or
+    has no window."""
+    windows = [kind == "window" or (kind == "nsa" and "window" in config.branches) for kind in config.attention_kinds]
+    return config.layers * (config.nsa.window - 1) if all(windows) else None
 
 
 @dataclass(frozen=True)
