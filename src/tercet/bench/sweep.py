@@ -257,8 +257,9 @@ def render(cells: Sequence[Cell]) -> list[str]:
             row = [shown(at[length, b]) if (length, b) in at else "" for b in batches]
             lines.append(f"| {length} | " + " | ".join(row) + " |")
         lines.append("")
-    found = cliffs(cells)
-    return lines + ([f"warning: {sentence}" for sentence in found] or ["no throughput cliffs"])
+    if found := cliffs(cells):
+        return lines + [f"warning: {sentence}" for sentence in found]
+    return lines + ["no throughput cliffs"] * any(cell.tokens_per_s is not None for cell in cells)
 
 
 def heat_maps(cells: Sequence[Cell], folder: Path) -> list[Path]:
