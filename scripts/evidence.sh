@@ -9,14 +9,14 @@
 #     bash scripts/evidence.sh parameters                               # of every kind
 #
 # KIND: see scripts/kinds.sh. CORPUS: shards from scripts/linux_corpus.sh or scripts/manuals_corpus.sh. LR: learning rate
-# (1e-3). STEPS: of a run. LIMIT: seconds after which a run saves and stops (1380); the same command continues it.
+# (1e-3; of tiny 3e-3). STEPS: of a run. LIMIT: seconds after which a run saves and stops (1380); the same command continues it.
 set -euo pipefail
 usage() { sed -n '2,12p' "$0" >&2; exit 2; }
 [ $# -ge 1 ] || usage
 phase=$1
 shift
 python=${PYTHON:-python3}
-LR=${LR:-1e-3} LIMIT=${LIMIT:-1380}
+LIMIT=${LIMIT:-1380}
 # Half, once and twice what the Step Law (arXiv 2503.04715), 1.79 · N^-0.713 · D^0.307, gives for 10M parameters and 66M
 # tokens. It gives 1.5e-3 for m7c and 200M tokens: LR is the best multiple of that.
 SMALL_RATES=${SMALL_RATES:-2.2e-3 4.4e-3 8.8e-3}
@@ -39,7 +39,7 @@ run() { # folder, kind, length, steps, flags: train it, or continue
     timeout --signal TERM "$LIMIT" "$python" -m tercet train --preset $words --run.name "$(basename "$folder")" \
         --run.dir "$folder" --data.source shards --data.path "$corpus" --data.tokenizer "$tokenizer" \
         --model.vocab_size "$(of_corpus vocab_size)" --data.seq_len "$length" --data.shuffle_sequences $((8388608 / length)) \
-        --train.steps "$steps" --train.tokens_per_step 65536 --train.micro_batch $((65536 / length)) --train.lr "$LR" \
+        --train.steps "$steps" --train.tokens_per_step 65536 --train.micro_batch $((65536 / length)) --train.lr "${LR:-1e-3}" \
         --train.warmup_steps 100 --train.weight_decay 0.1 --train.val_every $(((steps + 11) / 12)) \
         --train.val_tokens 1048576 --train.sample_tokens 0 --checkpoint.every $(((steps + 3) / 4)) --checkpoint.keep 2 \
         --log.every 10 --health.memory_every 0 --resume auto "$@"
@@ -76,10 +76,10 @@ seeds)
     corpus=$1 runs=$2
     shift 2
     for seed in "$@"; do for preset in tiny tiny-dense; do echo "$preset $seed"; done; done |
-        xargs -P "$(nproc)" -L 1 sh -c '"$0" -m tercet train --preset "$3" --run.seed "$4" --run.dir "$2/$3-$4" \
+        xargs -P "$(nproc)" -L 1 sh -c '"$0" -m tercet train --preset "$4" --run.seed "$5" --run.dir "$2/$4-$5" \
             --run.device cpu --run.threads 1 --data.source shards --data.path "$1" --data.tokenizer byte \
-            --data.shuffle_sequences 4096 --train.steps 800 --train.val_every 0 --train.val_tokens 131072' \
-            "$python" "$corpus" "$runs"
+            --data.shuffle_sequences 4096 --train.steps 800 --train.val_every 0 --train.val_tokens 131072 --train.lr "$3"' \
+            "$python" "$corpus" "$runs" "${LR:-3e-3}"
     for run in "$runs"/tiny*; do echo "$(basename "$run"): $(last_loss "$run")"; done
     ;;
 rates)
@@ -106,8 +106,8 @@ optimizers) # the same seed: the same weights at first, and the same text in the
     corpus=$1 runs=$2 steps=${STEPS:-600}
     shift 2
     mkdir -p "$runs"
-    run "$runs/adamw-$LR" compressed 8192 "$steps" --run.seed 1 "$@" > "$runs/adamw-$LR.log" 2>&1 &
-    jobs=($!) names=("adamw-$LR")
+    run "$runs/adamw" compressed 8192 "$steps" --run.seed 1 "$@" > "$runs/adamw.log" 2>&1 &
+    jobs=($!) names=("adamw")
     for rate in $MUON_RATES; do
         run "$runs/muon-$rate" compressed 8192 "$steps" --run.seed 1 --train.optimizer muon --train.muon.lr "$rate" "$@" \
             > "$runs/muon-$rate.log" 2>&1 &

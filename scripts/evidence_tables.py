@@ -25,6 +25,7 @@ KINDS = {
     "all": "NSA, every block",
     "random": "NSA, random blocks",
 }
+TINY_RATE = 3e-3  # the preset's
 LENGTHS = (1024, 8192)  # at which the runs are evaluated
 TASKS = {"niah_single_2": "one fact", "niah_multikey_1": "one of four", "niah_multikey_2": "only facts"}
 # Held-out losses of the runs with the presets' seed
@@ -128,13 +129,37 @@ def retrieval() -> str:
     return table(head, rows)
 
 
-def _tiny(kind: str) -> dict[int, float]:
+def _tiny(kind: str) -> dict[tuple[float, int], float]:
+    """Held-out loss by learning rate and seed."""
     rows = read_csv(FOLDER / "tiny-seeds.csv")
-    return {int(row["seed"]): float(row["validation_loss"]) for row in rows if row["kind"] == kind}
+    return {
+        (float(row["learning_rate"]), int(row["seed"])): float(row["validation_loss"])
+        for row in rows
+        if row["kind"] == kind
+    }
+
+
+def tiny_rates() -> str:
+    """Mean loss over the seeds that all learning rates share; the best of each kind in bold."""
+    found = {kind: _tiny(kind) for kind in ("nsa", "dense")}
+    rates = sorted({rate for rate, _ in found["nsa"]})
+    seeds = set.intersection(*({seed for at, seed in found["nsa"] if at == rate} for rate in rates))
+    means = {
+        kind: {rate: statistics.fmean(by[rate, seed] for seed in seeds) for rate in rates} for kind, by in found.items()
+    }
+    best = {kind: min(by.values()) for kind, by in means.items()}
+    rows = []
+    for rate in rates:
+        cells = [f"**{by[rate]:.3f}**" if by[rate] == best[kind] else f"{by[rate]:.3f}" for kind, by in means.items()]
+        rows.append([f"{rate:g}", *cells, change(means["nsa"][rate] / means["dense"][rate])])
+    rows.append(["best of each", *(f"{loss:.3f}" for loss in best.values()), change(best["nsa"] / best["dense"])])
+    return table(["learning rate", "NSA", "dense", "NSA vs dense"], rows)
 
 
 def tiny_seeds() -> str:
-    nsa, dense = _tiny("nsa"), _tiny("dense")
+    nsa, dense = (
+        {seed: loss for (rate, seed), loss in _tiny(kind).items() if rate == TINY_RATE} for kind in ("nsa", "dense")
+    )
     ratios = [nsa[seed] / dense[seed] for seed in sorted(nsa)]
     rows = [
         [str(seed), f"{nsa[seed]:.3f}", f"{dense[seed]:.3f}", change(ratio)]
@@ -152,4 +177,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "evidence-positions": positions,
     "evidence-retrieval": retrieval,
     "tiny-seeds": tiny_seeds,
+    "tiny-rates": tiny_rates,
 }
