@@ -11,7 +11,7 @@
 # all (NSA reads every block, up to 8,192 tokens) and random (blocks). A suffix -plain leaves the exercises out.
 # CORPUS: shards from scripts/linux_corpus.sh. STOP: a step after which `train` is interrupted, such as 1700, the end of
 # the first stage; its checkpoint stays, and the learning rate is that of the whole run. With STOP, `evals` evaluates that
-# checkpoint up to 8,192 tokens. LR: learning rate of `small`.
+# checkpoint up to 8,192 tokens. LR: learning rate (1e-3; of `small` 3e-3).
 # On an H200 `learned` trains for eight minutes; its evaluations take four.
 set -euo pipefail
 usage() { sed -n '2,15p' "$0" >&2; exit 2; }
@@ -43,7 +43,7 @@ train)
     corpus=$3 runs=$4 SHARE=0.3
     STAGES=${STAGES:-8192:1700 32768:300 65536:500}
     shift 4
-    settings=(--train.lr 1e-3 --train.val_every 650 --checkpoint.every 1300)
+    settings=(--train.lr "${LR:-1e-3}" --train.val_every 650 --checkpoint.every 1300)
     if [ -z "${STOP:-}" ]; then
         run "$runs/$kind" "${settings[@]}" "$@"
         exit
