@@ -3,6 +3,7 @@
 #
 #     bash scripts/retrieval.sh train KIND CORPUS RUNS [flags of tercet train]
 #     bash scripts/retrieval.sh evals KIND RUNS
+#     bash scripts/retrieval.sh keep KIND RUNS SEED                      # copy files for the tables of evidence.md
 #     bash scripts/retrieval.sh small KIND CORPUS RUNS SEED [flags]      # a model of 5M parameters, trained and evaluated
 #
 # KIND: learned; two-branch (learned without the compressed branch), two-branch-shared (and one set of keys and values);
@@ -14,7 +15,7 @@
 # checkpoint up to 8,192 tokens. LR: learning rate (1e-3; of `small` 3e-3).
 # On an H200 `learned` trains for eight minutes; its evaluations take four.
 set -euo pipefail
-usage() { sed -n '2,15p' "$0" >&2; exit 2; }
+usage() { sed -n '2,16p' "$0" >&2; exit 2; }
 [ $# -ge 3 ] || usage
 phase=$1 kind=$2
 python=${PYTHON:-python3}
@@ -89,6 +90,17 @@ evals)
         --out "$3/$kind-tasks.json" > "$3/$kind-tasks.txt" &
     "$python" -m tercet eval context "$run" --lengths 8192 16384 32768 65536 > "$3/$kind-context.txt" &
     wait
+    ;;
+keep)
+    [ $# -eq 4 ] || usage
+    to=$(dirname "$0")/../docs/results/evidence/$kind-$4
+    cp "$3/$kind/config.toml" "$to-config.toml"
+    cp "$3/$kind/val.csv" "$to-validation.csv"
+    cut -d, -f1,2 "$3/$kind/training.csv" > "$to-training.csv"
+    for file in perplexity.txt needle.txt ruler.json; do cp "$3/$kind-$file" "$to-$file"; done
+    # without the folders of this machine
+    corpus=$(sed -n 's/^path = \["\(.*\)"\].*/\1/p' "$3/$kind/config.toml")
+    sed -i "s#$(realpath "$3")#runs#g; s#$3#runs#g; s#$corpus#corpus/$(basename "$corpus")#g" "$to"-*
     ;;
 *) usage ;;
 esac

@@ -37,6 +37,25 @@ def test_a_kind_that_does_not_exist_is_refused() -> None:
     assert "kind sparse is unknown" in done.stderr
 
 
+def test_kept_files_do_not_name_folders_of_the_machine(tmp_path: Path) -> None:
+    scripts, kept, runs = tmp_path / "scripts", tmp_path / "docs" / "results" / "evidence", tmp_path / "runs-2"
+    kept.mkdir(parents=True)
+    (runs / "dense").mkdir(parents=True)
+    scripts.mkdir()
+    for name in ("retrieval.sh", "kinds.sh"):
+        (scripts / name).write_bytes((SCRIPTS / name).read_bytes())
+    (runs / "dense" / "config.toml").write_text('path = ["/data/linux"]  # flag\n')
+    (runs / "dense" / "val.csv").write_text("step,loss\n1700,0.5\n")
+    (runs / "dense" / "training.csv").write_text("step,loss,lr\n10,4.0,1e-3\n")
+    for name in ("perplexity.txt", "needle.txt", "ruler.json"):
+        (runs / f"dense-{name}").write_text(json.dumps({"run": f"{runs}/dense"}))
+    subprocess.run(["bash", str(scripts / "retrieval.sh"), "keep", "dense", str(runs), "2"], check=True)
+    assert (kept / "dense-2-config.toml").read_text() == 'path = ["corpus/linux"]  # flag\n'
+    assert (kept / "dense-2-training.csv").read_text() == "step,loss\n10,4.0\n"
+    assert json.loads((kept / "dense-2-ruler.json").read_text()) == {"run": "runs/dense"}
+    assert len(list(kept.iterdir())) == 6
+
+
 @pytest.fixture
 def tables(tmp_path: Path) -> dict[str, Any]:
     """evidence_tables.py with runs of seeds 1 and 2 of its own, and with no others."""
