@@ -30,15 +30,20 @@ of_corpus() { # field of the manifest
     "$python" -c 'import json, sys; m = json.load(open(sys.argv[1])); print({**m, **m["tokenizer"]}[sys.argv[2]])' "$corpus/manifest.json" "$1"
 }
 
+data_flags() { # sets data
+    local tokenizer=byte
+    [ ! -f "$corpus/tokenizer.json" ] || tokenizer=$corpus/tokenizer.json
+    data=(--data.source shards --data.path "$corpus" --data.tokenizer "$tokenizer" --model.vocab_size "$(of_corpus vocab_size)")
+}
+
 run() { # folder, kind, length, steps, flags: train it, or continue
-    local folder=$1 kind=$2 length=$3 steps=$4 words tokenizer=byte
+    local folder=$1 kind=$2 length=$3 steps=$4 words data
     words=$(flags_of_kind "$kind" "$length")
     shift 4
-    [ ! -f "$corpus/tokenizer.json" ] || tokenizer=$corpus/tokenizer.json
+    data_flags
     # shellcheck disable=SC2086
     timeout --signal TERM "$LIMIT" "$python" -m tercet train --preset $words --run.name "$(basename "$folder")" \
-        --run.dir "$folder" --data.source shards --data.path "$corpus" --data.tokenizer "$tokenizer" \
-        --model.vocab_size "$(of_corpus vocab_size)" --data.seq_len "$length" --data.shuffle_sequences $((8388608 / length)) \
+        --run.dir "$folder" "${data[@]}" --data.seq_len "$length" --data.shuffle_sequences $((8388608 / length)) \
         --train.steps "$steps" --train.tokens_per_step 65536 --train.micro_batch $((65536 / length)) --train.lr "${LR:-1e-3}" \
         --train.warmup_steps 100 --train.weight_decay 0.1 --train.val_every $(((steps + 11) / 12)) \
         --train.val_tokens 1048576 --train.sample_tokens 0 --checkpoint.every $(((steps + 3) / 4)) --checkpoint.keep 2 \
@@ -75,11 +80,17 @@ seeds)
     [ $# -ge 3 ] || usage
     corpus=$1 runs=$2
     shift 2
-    for seed in "$@"; do for preset in tiny tiny-dense; do echo "$preset $seed"; done; done |
-        xargs -P "$(nproc)" -L 1 sh -c '"$0" -m tercet train --preset "$4" --run.seed "$5" --run.dir "$2/$4-$5" \
-            --run.device cpu --run.threads 1 --data.source shards --data.path "$1" --data.tokenizer byte \
-            --data.shuffle_sequences 4096 --train.steps 800 --train.val_every 0 --train.val_tokens 131072 --train.lr "$3"' \
-            "$python" "$corpus" "$runs" "${LR:-3e-3}"
+    data_flags
+    for seed in "$@"; do # two at a time
+        jobs=()
+        for preset in tiny tiny-dense; do
+            "$python" -m tercet train --preset "$preset" --run.seed "$seed" --run.dir "$runs/$preset-$seed" \
+                --run.device cpu --run.threads 1 "${data[@]}" --data.shuffle_sequences 4096 --train.steps 800 \
+                --train.val_every 0 --train.val_tokens 131072 --train.lr "${LR:-3e-3}" &
+            jobs+=($!)
+        done
+        wait_for "${jobs[@]}"
+    done
     for run in "$runs"/tiny*; do echo "$(basename "$run"): $(last_loss "$run")"; done
     ;;
 rates)

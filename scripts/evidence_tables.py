@@ -129,13 +129,12 @@ def retrieval() -> str:
     return table(head, rows)
 
 
-def _tiny(kind: str) -> dict[tuple[float, int], float]:
+def _tiny(kind: str, corpus: str = "linux") -> dict[tuple[float, int], float]:
     """Held-out loss by learning rate and seed."""
-    rows = read_csv(FOLDER / "tiny-seeds.csv")
     return {
         (float(row["learning_rate"]), int(row["seed"])): float(row["validation_loss"])
-        for row in rows
-        if row["kind"] == kind
+        for row in read_csv(FOLDER / "tiny-seeds.csv")
+        if (row["kind"], row["corpus"]) == (kind, corpus)
     }
 
 
@@ -157,19 +156,27 @@ def tiny_rates() -> str:
 
 
 def tiny_seeds() -> str:
-    nsa, dense = (
-        {seed: loss for (rate, seed), loss in _tiny(kind).items() if rate == TINY_RATE} for kind in ("nsa", "dense")
+    """With the preset's learning rate: losses of every seed, and their ratio, for both corpora."""
+    nsa, dense, *other = (
+        {seed: loss for (rate, seed), loss in _tiny(kind, corpus).items() if rate == TINY_RATE}
+        for corpus in ("linux", "manuals")
+        for kind in ("nsa", "dense")
     )
-    ratios = [nsa[seed] / dense[seed] for seed in sorted(nsa)]
-    rows = [
-        [str(seed), f"{nsa[seed]:.3f}", f"{dense[seed]:.3f}", change(ratio)]
-        for seed, ratio in zip(sorted(nsa), ratios, strict=True)
-    ]
-    mean = [f"{statistics.mean(found.values()):.3f}" for found in (nsa, dense)]
-    rows.append(["**mean**", *mean, f"**{change(statistics.mean(ratios))}**"])
-    spread = statistics.stdev(ratios)
-    rows.append(["standard deviation (error)", "", "", f"{spread:.1%} ({spread / len(ratios) ** 0.5:.2%})"])
-    return table(["seed", "NSA", "dense", "NSA vs dense"], rows)
+    rows = []
+    for seed in sorted(nsa):
+        cells = [f"{nsa[seed]:.3f}", f"{dense[seed]:.3f}", change(nsa[seed] / dense[seed])]
+        if seed in other[0]:
+            cells += [f"{other[0][seed]:.3f}", f"{other[1][seed]:.3f}", change(other[0][seed] / other[1][seed])]
+        rows.append([str(seed), *cells, *[""] * (6 - len(cells))])
+    means, spreads = [], []
+    for one, base in ((nsa, dense), (other[0], other[1])):
+        ratios = [one[seed] / base[seed] for seed in one]
+        means += [*(f"{statistics.fmean(found.values()):.3f}" for found in (one, base))]
+        means.append(f"**{change(statistics.fmean(ratios))}**")
+        spread = statistics.stdev(ratios)
+        spreads += ["", "", f"{spread:.1%} ({spread / len(ratios) ** 0.5:.2%})"]
+    rows += [["**mean**", *means], ["standard deviation (error)", *spreads]]
+    return table(["seed", "NSA", "dense", "NSA vs dense", "NSA, manuals", "dense, manuals", "NSA vs dense"], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -87,8 +87,10 @@ def test_losses_on_other_text_are_not_compared(tables: dict[str, Any], tmp_path:
 def test_learning_rates_are_compared_by_the_seeds_that_all_of_them_have(tables: dict[str, Any], tmp_path: Path) -> None:
     losses = {("nsa", 1, 1e-3): 1.0, ("nsa", 1, 2e-3): 2.0, ("dense", 1, 1e-3): 4.0, ("dense", 1, 2e-3): 2.5}
     alone = {("nsa", 2, 1e-3): 9.0, ("dense", 2, 1e-3): 9.0}  # no other rate with this seed
-    lines = [f"{kind},{seed},{rate},800,{loss}" for (kind, seed, rate), loss in (losses | alone).items()]
-    (tmp_path / "tiny-seeds.csv").write_text("\n".join(["kind,seed,learning_rate,steps,validation_loss", *lines]))
+    lines = [f"linux,{kind},{seed},{rate},800,{loss}" for (kind, seed, rate), loss in (losses | alone).items()]
+    (tmp_path / "tiny-seeds.csv").write_text(
+        "\n".join(["corpus,kind,seed,learning_rate,steps,validation_loss", *lines])
+    )
     *_, low, high, best = tables["tiny_rates"]().splitlines()
     assert low == "| 0.001 | **1.000** | 4.000 | −75.0% |"
     assert high == "| 0.002 | 2.000 | **2.500** | −20.0% |"
