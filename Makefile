@@ -33,7 +33,7 @@ $(VENV)/.setup-dev-done: pyproject.toml constraints.txt
 train: setup
 	$(BIN)/tercet train --preset tiny
 
-# The smallest proof that selection works: NSA against its window branch alone, on facts beyond the window.
+# The smallest model that reads beyond its windows: NSA against its window branch alone.
 RECALL := $(BIN)/tercet train --config scripts/recall.toml --resume auto
 recall: setup
 	$(RECALL) --run.dir runs/recall/nsa

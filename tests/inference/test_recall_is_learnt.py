@@ -1,4 +1,4 @@
-"""At the smallest scale: a model with selection retrieves facts beyond the reach of its windows.
+"""At the smallest scale: NSA retrieves facts beyond the reach of its windows.
 
 Takes about a minute on one core. The task is learnt suddenly, after 100 to 400 batches, so training continues until it
 is; the window-only model gets at least as many batches. Whether it is learnt in time depends on the seed and on
@@ -55,7 +55,7 @@ def learnt(**changes):
 
 
 @pytest.fixture(scope="module")
-def with_selection():
+def all_branches():
     model, batches = learnt()
     assert batches < MOST
     return model
@@ -75,18 +75,18 @@ def accuracy_beyond_windows(model):
     return sum(r.right for r in far) / sum(r.asked for r in far)
 
 
-def test_selection_retrieves_beyond_the_reach_of_the_windows(with_selection):
-    assert accuracy_beyond_windows(with_selection) > 0.9
+def test_nsa_retrieves_beyond_the_reach_of_the_windows(all_branches):
+    assert accuracy_beyond_windows(all_branches) > 0.9
 
 
 def test_windows_alone_can_only_guess_there(window_only):
     assert accuracy_beyond_windows(window_only) < 0.35
 
 
-def test_the_needle_is_found_at_every_depth(with_selection, window_only):
+def test_the_needle_is_found_at_every_depth(all_branches, window_only):
     found, missed = (
         [f.accuracy for f in find_needles(model, lengths=(48,), depths=(0.0, 0.5), trials=32, batch=32)]
-        for model in (with_selection, window_only)
+        for model in (all_branches, window_only)
     )
     assert min(found) > 0.8
     assert max(missed) < 0.5
