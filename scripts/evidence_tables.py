@@ -26,6 +26,7 @@ KINDS = {
     "random": "NSA, random blocks",
 }
 TINY_RATE = 3e-3  # the preset's
+TINY_SEEDS = 6  # 1 to 6
 LENGTHS = (1024, 8192)  # at which the runs are evaluated
 TASKS = {"niah_single_2": "one fact", "niah_multikey_1": "one of four", "niah_multikey_2": "only facts"}
 # Held-out losses of the runs with the presets' seed
@@ -156,27 +157,23 @@ def tiny_rates() -> str:
 
 
 def tiny_seeds() -> str:
-    """With the preset's learning rate: losses of every seed, and their ratio, for both corpora."""
-    nsa, dense, *other = (
-        {seed: loss for (rate, seed), loss in _tiny(kind, corpus).items() if rate == TINY_RATE}
-        for corpus in ("linux", "manuals")
-        for kind in ("nsa", "dense")
-    )
-    rows = []
-    for seed in sorted(nsa):
-        cells = [f"{nsa[seed]:.3f}", f"{dense[seed]:.3f}", change(nsa[seed] / dense[seed])]
-        if seed in other[0]:
-            cells += [f"{other[0][seed]:.3f}", f"{other[1][seed]:.3f}", change(other[0][seed] / other[1][seed])]
-        rows.append([str(seed), *cells, *[""] * (6 - len(cells))])
-    means, spreads = [], []
-    for one, base in ((nsa, dense), (other[0], other[1])):
-        ratios = [one[seed] / base[seed] for seed in one]
-        means += [*(f"{statistics.fmean(found.values()):.3f}" for found in (one, base))]
-        means.append(f"**{change(statistics.fmean(ratios))}**")
+    """With the preset's learning rate, for both corpora: the loss of every seed, and NSA's against dense's."""
+    columns: list[list[str]] = []
+    for corpus in ("linux", "manuals"):
+        nsa, dense = _tiny("nsa", corpus), _tiny("dense", corpus)
+        seeds = sorted(seed for rate, seed in nsa if rate == TINY_RATE)
+        pairs = [(nsa[TINY_RATE, seed], dense[TINY_RATE, seed]) for seed in seeds]
+        ratios = [one / base for one, base in pairs]
         spread = statistics.stdev(ratios)
-        spreads += ["", "", f"{spread:.1%} ({spread / len(ratios) ** 0.5:.2%})"]
-    rows += [["**mean**", *means], ["standard deviation (error)", *spreads]]
-    return table(["seed", "NSA", "dense", "NSA vs dense", "NSA, manuals", "dense, manuals", "NSA vs dense"], rows)
+        empty = [""] * (TINY_SEEDS - len(seeds))
+        for losses_of_kind in zip(*pairs, strict=True):
+            mean = f"{statistics.fmean(losses_of_kind):.3f}"
+            columns.append([*(f"{loss:.3f}" for loss in losses_of_kind), *empty, mean, ""])
+        mean, error = f"**{change(statistics.fmean(ratios))}**", f"{spread:.1%} ({spread / len(ratios) ** 0.5:.2%})"
+        columns.append([*map(change, ratios), *empty, mean, error])
+    labels = [*map(str, range(1, TINY_SEEDS + 1)), "**mean**", "standard deviation (error)"]
+    head = ["seed", "NSA", "dense", "NSA vs dense", "NSA, manuals", "dense, manuals", "NSA vs dense"]
+    return table(head, [list(row) for row in zip(labels, *columns, strict=True)])
 
 
 TABLES: dict[str, Callable[[], str]] = {

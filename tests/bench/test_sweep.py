@@ -83,6 +83,8 @@ def test_cliffs_are_found_along_batch_and_length():
     table = "\n".join(render(cells))
     assert "| 256 | 1000 tokens/s, 1.00 GiB | 500 tokens/s, 1.00 GiB | out of memory |" in table
     assert "warning: ddp" in table
+    assert "no throughput cliffs" in render([cell(256, 1, 1000)])
+    assert "no throughput cliffs" not in render([cell(256, 1, None)])
 
 
 def test_heat_maps_include_failed_cells(tmp_path):

@@ -50,22 +50,21 @@ def test_the_window_runs_differ_in_the_documented_settings_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "settings"),
+    ("run", "selector", "others"),
     [
-        ("dense-matched-1", {"model.attention", "model.ffn_dim"}),
-        ("all-1", {"model.nsa.select_count"}),
-        ("random-1", {"model.selector"}),
-        ("dense-2", {"model.attention"}),
-        ("two-branch-2", {"model.selector", "model.branches"}),
+        ("dense-matched-1", "compressed", {"model.attention", "model.ffn_dim"}),  # dense does not read the selector
+        ("all-1", "compressed", {"model.nsa.select_count"}),
+        ("random-1", "random", set()),
+        ("dense-2", "compressed", {"model.attention"}),
+        ("two-branch-2", "learned", {"model.branches"}),
     ],
 )
-def test_controls_differ_from_nsa_in_the_documented_settings_only(run: str, settings: set[str]) -> None:
+def test_controls_differ_from_nsa_in_the_documented_settings_only(run: str, selector: str, others: set[str]) -> None:
     config = load(file=RESULTS / "evidence" / f"{run}-config.toml").config
     nsa = load(file=RESULTS / "retrieval" / "learned-config.toml").config
-    selector = {"model.selector"}  # dense does not read it, and every block is read with any
     here = {"run.name", "run.dir", "run.seed", "log.tensorboard", "train.sample_tokens", "checkpoint.keep"}
-    assert differences(config, nsa).keys() - here - selector == settings - selector
-    assert config.run.seed == int(run[-1])
+    assert differences(config, nsa).keys() - here - {"model.selector"} == others
+    assert (config.run.seed, config.model.selector) == (int(run[-1]), selector)
 
 
 @pytest.mark.parametrize("folder", ["evidence", "retrieval", "conversion"])
