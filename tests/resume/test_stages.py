@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,22 @@ def test_the_report_takes_each_stage_into_account(straight: Path) -> None:
     assert plot is not None
     assert "Stages of 32 → 64 → 128 tokens" in plot.caption
     assert "next stage" in plot.svg
+
+
+@pytest.mark.parametrize(
+    ("moved", "lengths"),
+    [
+        ({"step": 6}, [32, 64, 128]),  # the stage before it got shorter
+        ({"stage": 4, "stages": 4}, [32, 64, 128]),  # a stage before it was split in two
+        ({"step": 4, "stage": 2, "seq_len": 64}, [32, 64]),  # the stage before it got longer, and is not over
+    ],
+)
+def test_the_report_counts_a_stage_that_was_moved_on_resume_once(
+    moved: dict[str, int], lengths: list[int], straight: Path
+) -> None:
+    run = read_run(straight)
+    run = replace(run, events={0: [*run.events[0], replace(run.stages[-1], **moved)]})
+    assert [stage.seq_len for stage in run.stages] == lengths
 
 
 def test_validation_reads_sequences_of_the_length_of_its_stage(straight: Path) -> None:

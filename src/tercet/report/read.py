@@ -94,8 +94,12 @@ class Run:
 
     @cached_property
     def stages(self) -> list[StageStarted]:
-        """The stages so far, in order; empty for a run without stages."""
-        return [*{e.step: e for e in self.of(StageStarted)}.values()]
+        """The stages so far, in order; empty for a run without stages. A resumed run may have moved them: an event
+        replaces earlier ones of its stage or of later ones."""
+        found: list[StageStarted] = []
+        for event in self.of(StageStarted):
+            found = [*(e for e in found if e.stage < event.stage and e.step < event.step), event]
+        return found
 
     @cached_property
     def last_stage_steps(self) -> list[StepLogged]:
