@@ -246,6 +246,17 @@ def test_models_of_other_data_and_seeds_are_compared_on_the_same_text(tmp_path, 
     assert texts[0] == texts[2] != texts[1]
 
 
+def test_a_missing_corpus_is_named_with_the_flag_that_reads_another(stored, tmp_path, capsys):
+    write_config(language_model(data__source="text", data__path=str(tmp_path / "gone")).run, {}, tmp_path)
+    (tmp_path / "model.safetensors").symlink_to(stored / "model.safetensors")
+    options = {"perplexity": [], "context": [], "needle": [], "ruler": [], "selections": [str(tmp_path / "out.npz")]}
+    for command, more in options.items():
+        assert main(["eval", command, str(tmp_path), *more]) == 2
+        assert re.search(r"path=\S+/gone matches no file.*--data-of RUN$", capsys.readouterr().err, re.M), command
+        assert main(["eval", command, "--help"]) == 0
+        assert "--data_of" in capsys.readouterr().out
+
+
 def test_the_last_positions_are_those_of_the_sequence():
     found = by_position(language_model(), held_out(language_model(), sequences=1, seq_len=77))
     assert [(b.first, b.last) for b in found[-2:]] == [(32, 63), (64, 76)]

@@ -419,6 +419,7 @@ def selections(
     length: int | None = None,
     layers: int | None = None,
     kv_heads: int | None = None,
+    data_of: DataOf = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> int:
@@ -430,13 +431,12 @@ def selections(
         layers: Number of layers to record, evenly spaced; default: 4, or all if there are fewer.
         kv_heads: Number of KV heads to record in each; default: all.
     """
-    check_model(run)
+    _check_models(run, data_of)
     check_writable("OUT", out)
     at_least_one(length=length, layers=layers, kv_heads=kv_heads)
-    from tercet.inference.load import load_model
     from tercet.inference.recorded_selections import record, save
 
-    model = load_model(run, device=device, dtype=dtype)
+    model = _load(run, device, dtype, data_of)
     length = length or model.context
     warning = _warn_beyond_training(model, run, "--length", [length])
     progress = Progress(length * model.config.layers).update
@@ -445,7 +445,7 @@ def selections(
     size = out.stat().st_size
     print(f"{out}: {size:,} bytes; {length:,} tokens, layers {', '.join(map(str, recording.layers))}")
     found = {"length": length, "layers": recording.layers, "bytes": size}
-    print(json.dumps({**_record("selections", run, model, warning), **found}))
+    print(json.dumps({**_record("selections", run, model, warning, data_of), **found}))
     return 0
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tercet.data.loader import Batch, build_loader
+from tercet.data.stream import DataUsageError
 from tercet.data.tokenizers import text_bytes
 from tercet.errors import UsageError
 from tercet.inference.arguments import at_least_one
@@ -157,9 +158,13 @@ def held_out(model: LanguageModel, *, sequences: int, seq_len: int | None = None
     they are not a multiple of `batch`."""
     at_least_one(sequences=sequences, seq_len=seq_len, batch=batch)
     data = model.run.data if seq_len is None else model.run.data.model_copy(update={"seq_len": seq_len})
-    with build_loader(
-        data, seed=model.run.run.seed, batch_sequences=batch, split="validation", tokenizer=model.tokenizer
-    ) as loader:
+    try:
+        opened = build_loader(
+            data, seed=model.run.run.seed, batch_sequences=batch, split="validation", tokenizer=model.tokenizer
+        )
+    except DataUsageError as error:
+        raise DataUsageError(f"{error}, or read another run's validation text with --data-of RUN") from None
+    with opened as loader:
         for number, loaded in enumerate(islice(loader, -(-sequences // batch))):
             yield _first_sequences(loaded, sequences - number * batch)
 
