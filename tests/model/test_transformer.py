@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from dataclasses import replace
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -78,6 +79,34 @@ def test_attention_can_differ_per_layer():
         model = Transformer(small(attention))
         names = [type(layer).__name__ for layer in model.attention_layers()]
         assert names == ["DenseAttention", "NativeSparseAttention", "WindowAttention"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"attention": "dense"}, {"attention": "window"}, {"shared_kv": True}, {"gate": "none", "selector": "learned"},
+     {"branches": ("selected", "window"), "selector": "learned"}],
+    ids=str,
+)  # fmt: skip
+def test_unused_keys_do_not_change_the_model(changes):
+    others = {
+        "compression": "mean", "gate": "softmax", "shared_kv": True, "compress_selected_keys": True,
+        "branches": ("window",), "selector": "random", "selector_dim": 8, "selector_rotary": 4,
+        "nsa.compress_block": 4, "nsa.compress_stride": 2, "nsa.select_block": 16, "nsa.select_count": 3,
+        "nsa.window": 6,
+    }  # fmt: skip
+    config = small(**changes)
+    model, tokens = lively(config), tokens_of(config, 1, 83)
+    bounds = torch.tensor([0, 1, 30, 37, 83], dtype=torch.int32)
+    keys = set(chain(*config.unused_keys.values())) & others.keys()
+    if config.gate == "none":
+        keys.remove("compression")  # mean is the only choice
+    assert keys
+    for key in keys:
+        _, dot, size = key.partition("nsa.")
+        value = {"nsa": replace(NSA, **{size: others[key]})} if dot else {key: others[key]}
+        other = Transformer(small(**(changes | value))).double()
+        other.load_state_dict(model.state_dict())
+        assert torch.equal(other(tokens, bounds), model(tokens, bounds)), key
 
 
 @pytest.mark.parametrize("tied", [True, False])

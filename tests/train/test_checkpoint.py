@@ -419,7 +419,7 @@ def test_a_run_of_several_ranks_is_resumed_with_torchrun(monkeypatch: pytest.Mon
     assert hints.resume("runs/a", 4) == f"torchrun --nnodes=2 --nproc-per-node=2 {words}"
 
 
-def test_changed_nsa_settings_are_refused_except_for_dense_models() -> None:
+def test_changed_nsa_settings_are_refused_except_for_models_that_do_not_use_them() -> None:
     earlier = {"model.nsa.compress_block": 32, "model.compression": "mlp", "model.compress_selected_keys": False}
 
     def check(preset: str, **changes: object) -> list[str]:
@@ -428,7 +428,8 @@ def test_changed_nsa_settings_are_refused_except_for_dense_models() -> None:
 
     changes_found = ["model.compress_selected_keys was False, now True", "model.compression was 'mlp', now 'mean'",
             "model.nsa.compress_block was 32, now 16"]  # fmt: skip
-    assert check("m7c-dense") == changes_found  # reported, not refused
+    for preset in ("m7c-dense", "m7c-two-branch"):
+        assert check(preset) == changes_found  # reported, not refused
     for changes in ({}, {"model.attention": ("nsa", *("dense",) * 11)}):
         with pytest.raises(CheckpointError, match="; ".join(changes_found)):
             check("m7c", **changes)

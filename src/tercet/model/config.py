@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tercet.attention.config import NSAConfig, check_branches, check_group_size
+from tercet.attention.config import NSAConfig, check_branches, check_group_size, reads_compressed
 
 AttentionKind = Literal["nsa", "dense", "window"]
 Branch = Literal["compressed", "selected", "window"]
@@ -271,6 +271,26 @@ class ModelConfig(BaseModel):
         branches = f", {'branch' if len(self.branches) == 1 else 'branches'} {' and '.join(self.branches)}"
         selector = "" if self.selector == "compressed" else f", {self.selector} selector"
         return branches * left_out + selector
+
+    @property
+    def unused_keys(self) -> dict[str, tuple[str, ...]]:
+        """Settings without effect in this model, by the reason."""
+        kinds, unused = self.attention_kinds, dict[str, tuple[str, ...]]()
+        if "nsa" not in kinds:
+            sizes = tuple(f"nsa.{f.name}" for f in fields(self.nsa) if f.name != "window")
+            unused[f"no layer is nsa (model.attention={self.attention})"] = (*NSA_ONLY, *sizes)
+        else:
+            if not reads_compressed(self.branches, self.selector):
+                unused["no layer reads compressed tokens (model.branches, model.selector)"] = (
+                    "compression", "compress_selected_keys", "nsa.compress_block", "nsa.compress_stride"
+                )  # fmt: skip
+            elif self.shared_kv:
+                unused["all branches share one set of keys (model.shared_kv)"] = ("compress_selected_keys",)
+            if self.selector != "learned":
+                unused[f"model.selector={self.selector} is not learned"] = ("selector_dim", "selector_rotary")
+        if "window" not in kinds and ("nsa" not in kinds or "window" not in self.branches):
+            unused["no layer has a window (model.attention, model.branches)"] = ("nsa.window",)
+        return unused
 
     @property
     def head_value_dim(self) -> int:

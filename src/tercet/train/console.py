@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,14 +19,12 @@ from pydantic import ValidationError
 
 from tercet import hints
 from tercet.atomic_io import write_json
-from tercet.attention.config import reads_compressed
 from tercet.config.keys import flatten, nest
 from tercet.config.load import describe
 from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
 from tercet.doctor.memory import as_stage_fields, largest_stage, shortage, step_memory
 from tercet.errors import TercetError, UsageError, is_out_of_memory
-from tercet.model.config import NSA_ONLY
 from tercet.model.cost import flops_per_token, parameters, selector_parameters
 from tercet.parallel.strategy import Strategy
 from tercet.telemetry.event_log import EventLog, read_events
@@ -155,26 +152,9 @@ def eager_lines(config: RunConfig, origins: Mapping[str, str], device: torch.dev
 
 def no_effect_lines(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
     """A message for each reason why flags of the model have no effect."""
-    model = config.model
-    has_window = "window" in model.attention_kinds or ("nsa" in model.attention_kinds and "window" in model.branches)
-    unused: dict[str, tuple[str, ...]] = {}
-    if "nsa" not in model.attention_kinds:
-        sizes = tuple(f"nsa.{f.name}" for f in fields(model.nsa) if f.name != "window")
-        unused[f"no layer is nsa (model.attention={model.attention})"] = (*NSA_ONLY, *sizes)
-    else:
-        if not reads_compressed(model.branches, model.selector):
-            unused["no layer reads compressed tokens (model.branches, model.selector)"] = (
-                "compression", "compress_selected_keys", "nsa.compress_block", "nsa.compress_stride"
-            )  # fmt: skip
-        elif model.shared_kv:
-            unused["all branches share one set of keys (model.shared_kv)"] = ("compress_selected_keys",)
-        if model.selector != "learned":
-            unused[f"model.selector={model.selector} is not learned"] = ("selector_dim", "selector_rotary")
-    if not has_window:
-        unused["no layer has a window (model.attention, model.branches)"] = ("nsa.window",)
     given = flatten(config)
     lines = []
-    for reason, names in unused.items():
+    for reason, names in config.model.unused_keys.items():
         keys = [
             key for name in names if origins.get(key := f"model.{name}") == "flag" and given[key] not in (False, None)
         ]

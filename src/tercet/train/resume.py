@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tercet.config.sections import StageConfig
 from tercet.data.files import check_paths
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.errors import UsageError, first_few
-from tercet.model.config import NSA_ONLY, is_all_dense
+from tercet.model.config import ModelConfig
 from tercet.model.cost import optimizer_numbers, parameters
 from tercet.parse import one_line_errors
 from tercet.telemetry.event_log import events_file, read_events
@@ -285,8 +286,8 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
     before, after = _comparable(saved), _comparable(now)
     changed = [k for k in sorted(before.keys() | after.keys()) if before.get(k) != after.get(k)]
     messages = {k: f"{k} was {before.get(k)!r}, now {after.get(k)!r}" for k in changed}
-    without_effect = _model_keys_without_effect(before, after)
-    unused = [k for k in changed if ".".join(k.split(".")[:2]) in without_effect]
+    without_effect = _model_keys_without_effect(saved, now)
+    unused = [k for k in changed if k in without_effect]
     extension = ("model.rope_scaling", "model.rope.")  # these extend a model to longer sequences
     model_keys = [k for k in changed if k.startswith("model.") and k not in unused and not k.startswith(extension)]
     if model_keys:
@@ -315,13 +316,11 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
     return [messages[k] for k in changed if k in restricted or k in (*unused, "train.steps", "data.bad_records")]
 
 
-def _model_keys_without_effect(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
-    """Settings that may have changed in the preset, since the model is the same: its backend, those of NSA in a dense
-    model, those of learned selectors in a model without."""
-    dense = all(is_all_dense(config.get("model.attention")) for config in (before, after))
-    learned = "learned" in (before.get("model.selector"), after.get("model.selector"))
-    keys = ("backend", *(NSA_ONLY if dense else ()), *(() if learned else ("selector_dim", "selector_rotary")))
-    return {f"model.{key}" for key in keys}
+def _model_keys_without_effect(*configs: Mapping[str, Any]) -> set[str]:
+    """Settings of the model that may differ between these configurations: its backend, and those that none uses."""
+    models = [ModelConfig.model_validate(config.get("model", {})) for config in configs]
+    unused = set.intersection(*(set(chain(*model.unused_keys.values())) for model in models))
+    return {f"model.{key}" for key in ("backend", *unused)}
 
 
 def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
