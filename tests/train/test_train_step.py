@@ -19,8 +19,10 @@ from tercet.train.step import IGNORED_TARGET, MicroBatch, NonFiniteGuard, StepRe
 CPU = torch.device("cpu")
 
 
-def model_and_optimizer(clip: float = 1.0, optimizer: str = "adamw") -> tuple[Transformer, torch.optim.Optimizer]:
-    config = small(train__clip=clip, train__optimizer=optimizer)
+def model_and_optimizer(
+    clip: float = 1.0, optimizer: str = "adamw", **changes: object
+) -> tuple[Transformer, torch.optim.Optimizer]:
+    config = small(train__clip=clip, train__optimizer=optimizer, **changes)
     torch.manual_seed(3)
     model = Transformer(config.model)
     return model, build_optimizer(model, config.train)
@@ -196,6 +198,22 @@ def test_a_nonfinite_step_changes_nothing_and_training_continues(name: str) -> N
     assert not all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
     assert guard.total() == 1
     assert guard.halted_at() == 0
+
+
+def test_a_nonfinite_key_of_a_learned_selector_is_caught_although_the_loss_is_finite() -> None:
+    model, optimizer = model_and_optimizer(model__selector="learned", model__branches=("selected", "window"))
+    model.selector_every = 1
+    assert not bool(step(model, optimizer, [batch(2)]).nonfinite)
+    before = snapshot(model, optimizer)
+
+    def poison(projection: nn.Module, inputs: object, keys: Tensor) -> Tensor:
+        return torch.where(torch.arange(keys.shape[-1]) == 0, torch.nan, keys)  # one channel of the first KV head
+
+    model.attention_layers()[0].selector.k_proj.register_forward_hook(poison)
+    result = step(model, optimizer, [batch(2, seed=1)])
+    assert torch.isfinite(result.loss)
+    assert bool(result.nonfinite)
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
 
 
 @pytest.mark.parametrize(("total", "in_row", "halts_at"), [(100, 2, 3), (1, 100, 2), (0, 0, 1)])

@@ -117,7 +117,8 @@ def _score_blocks(
     row: numbers from one row of Q to the next.
 
     Keys of these heads are read together, in long contiguous rows. The queries are the rows of a block-diagonal
-    matrix, each in its head's channels, so that one product gives the logits of all heads."""
+    matrix, each in its head's channels, so that one product gives the logits of all heads. A NaN in one head's key
+    is a NaN for all of them (0 · NaN), and counts as the lowest logit."""
     i = tl.arange(0, N)
     r = tl.arange(0, RP)
     c = tl.arange(0, WP)
