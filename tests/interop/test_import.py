@@ -136,6 +136,8 @@ def test_a_block_sparse_import_is_the_same_model_below_dense_below_cached_and_no
     ("words", "message"),
     [
         (["--attention", "block-sparse", "--gate_logit", "20"], "--gate_logit has no effect with --attention block-"),
+        (["--attention", "two-branch", "--compression", "mean"], "--compression has no effect with --attention two-"),
+        (["--attention", "two-branch", "--nsa.select_count", "3"], "--nsa.select_count 3 leaves"),
         (
             ["--attention", "dense", "--nsa.select_count", "7"],
             "--nsa.select_count has no effect with --attention dense",
@@ -154,15 +156,22 @@ def test_block_sparse_options_that_contradict_each_other_are_refused(tmp_path):
         ({"dense_below": 5}, "--dense_below needs --attention block-sparse"),
         ({"selector": "learned"}, "--selector needs --attention block-sparse"),
         ({"attention": "block-sparse,nsa,dense"}, "cannot be mixed"),
+        ({"attention": "two-branch,nsa,dense"}, "two-branch and nsa cannot be mixed"),
+        ({"attention": "two-branch", "dense_below": 5}, "--dense_below needs --attention block-sparse"),
         ({"attention": "blocksparse"}, "'blocksparse' is unknown: pick from nsa, dense, window, block-sparse"),
     ):
         with pytest.raises(UsageError, match=words):
             import_model(tmp_path / "dense", tmp_path / "out", **chosen)
     pattern = import_model(tmp_path / "dense", tmp_path / "out", attention="block-sparse*2,dense", selector="learned")
     assert pattern.run.model.attention_kinds == ("nsa", "nsa", "dense")
+    two = import_model(tmp_path / "dense", tmp_path / "two", attention="two-branch*2,dense").run.model
+    assert two.attention_kinds == ("nsa", "nsa", "dense")
+    assert (two.branches, two.selector) == (("selected", "window"), "learned")
 
 
-@pytest.mark.parametrize("chosen", [{"nsa": NSA}, RECOMMENDED], ids=["paper", "recommended"])
+@pytest.mark.parametrize(
+    "chosen", [{"nsa": NSA}, RECOMMENDED, {"nsa": NSA, "attention": "two-branch"}], ids=["paper", "recommended", "two"]
+)
 @pytest.mark.parametrize("cover", ["selected", "window"])
 def test_one_covering_branch_matches_the_dense_loss(family, tmp_path, cover, chosen):
     theirs, folder = family
@@ -206,7 +215,7 @@ def test_the_recommended_settings_start_as_the_same_function(family, tmp_path):
 
 
 def test_the_import_commands_in_the_docs_work(tmp_path, monkeypatch):
-    """One uses the paper's settings, one those of the preset m7c, two are block-sparse."""
+    """One uses the paper's settings, one those of the preset m7c, two are block-sparse, one is two-branch."""
     dense_model(tmp_path / "Qwen3-0.6B", Qwen3Config(**{**SIZES, "num_hidden_layers": 1}, head_dim=16))
     monkeypatch.chdir(tmp_path)
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("tercet import hf ")]
@@ -217,11 +226,12 @@ def test_the_import_commands_in_the_docs_work(tmp_path, monkeypatch):
         run = load(file=out / "config.toml").config
         made.append(run.model)
         out.rename(f"made-{len(made)}")
-    paper, recommended, blocks, learned = made
+    paper, recommended, blocks, learned, two = made
     assert (blocks.gate, blocks.dense_below) == ("none", 4096)
     assert run.data.seq_len > max(learned.dense_below, learned.nsa.select_count * learned.nsa.select_block)
     assert learned == blocks.model_copy(update={"selector": "learned"})
-    m7c = load("m7c").config.model
+    m7c, m7c_two = (load(name).config.model for name in ("m7c", "m7c-two-branch"))
+    assert (two.gate, two.branches, two.selector) == (m7c_two.gate, m7c_two.branches, m7c_two.selector)
     assert (paper.compression, paper.compress_selected_keys, paper.nsa) == ("mlp", False, NSAConfig())
     assert (recommended.compression, recommended.compress_selected_keys) == (
         m7c.compression,
@@ -230,11 +240,19 @@ def test_the_import_commands_in_the_docs_work(tmp_path, monkeypatch):
     assert recommended.nsa == m7c.nsa
 
 
-@pytest.mark.parametrize(("length", "added"), [(256, set()), (100, {"train.tokens_per_step"}), (128, set())])
-def test_the_suggested_commands_for_learned_selectors_have_blocks_to_choose(tmp_path, capsys, length, added):
+@pytest.mark.parametrize(
+    ("kind", "length", "added"),
+    [
+        ("block-sparse --selector learned", 256, set()),
+        ("block-sparse --selector learned", 100, {"train.tokens_per_step"}),
+        ("block-sparse --selector learned", 128, set()),
+        ("two-branch", 128, set()),
+    ],
+)
+def test_the_suggested_commands_for_learned_selectors_have_blocks_to_choose(tmp_path, capsys, kind, length, added):
     dense_model(tmp_path / "dense", FAMILIES["llama"])
-    words = ["import", "hf", tmp_path / "dense", tmp_path / "out", "--attention", "block-sparse", "--selector",
-             "learned", "--seq_len", length, "--nsa.select_block", 32, "--nsa.select_count", 4]  # fmt: skip
+    words = ["import", "hf", tmp_path / "dense", tmp_path / "out", "--attention", *kind.split(), "--seq_len", length,
+             "--nsa.select_block", 32, "--nsa.select_count", 4]  # fmt: skip
     assert cli.main([*map(str, words)]) == 0
     commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if " train --config " in line]
     assert len(commands) == 2

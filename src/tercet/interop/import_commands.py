@@ -33,8 +33,9 @@ def hf(
         source: Folder with config.json and safetensors.
         out: Folder to write: config.toml, model.safetensors, tokenizer.json.
         nsa: Block sizes of Native Sparse Attention.
-        attention: nsa; block-sparse, which adds no parameters; dense; window; or a pattern of layers such as
-            nsa*11,dense. Default: nsa or, for an export of Tercet, the attention that it had.
+        attention: nsa; block-sparse, which adds no parameters; two-branch, nsa without its compressed branch and with
+            learned selectors; dense; window; or a pattern of layers such as nsa*11,dense. Default: nsa or, for an
+            export of Tercet, the attention that it had.
         compression: How a block of keys and values is compressed: mlp (learned, starts as the mean) or mean.
         compress_selected_keys: Compress the keys of the selected branch instead of separate keys.
         cover: The branch whose gates start open; as long as it sees every token, the import equals the dense model.
@@ -42,7 +43,7 @@ def hf(
             is closer to the dense model; with lower values the other branches learn sooner.
         dense_below: With block-sparse: queries at positions below this read everything.
         selector: With block-sparse: what scores the blocks, means of their keys (compressed) or new projections
-            (learned).
+            (learned). Two-branch: learned.
         seq_len: Sequence length to train with; default: the model's own, at most 4096.
         seed: Random seed for newly initialized weights.
     """
@@ -53,7 +54,7 @@ def hf(
         )
     check_empty(out)
     if attention is not None:
-        attention_options(attention, dense_below, selector)
+        selector = attention_options(attention, dense_below, selector).get("selector", selector)
         own = {"compression": compression, "compress_selected_keys": compress_selected_keys, "cover": cover}
         check_used(attention, own | {"gate_logit": gate_logit, "nsa": nsa})
     if seq_len is not None and seq_len < 2:

@@ -10,7 +10,7 @@ from tercet.attention.config import NSAConfig
 from tercet.errors import UsageError
 from tercet.model.config import AttentionKind, ModelConfig
 
-BLOCK_SPARSE = "block-sparse"
+BLOCK_SPARSE, TWO_BRANCH = "block-sparse", "two-branch"
 # Options of a dense import. An export of Tercet already has its own values for them.
 DEFAULT_OPTIONS: dict[str, Any] = {
     "nsa": NSAConfig(),
@@ -32,36 +32,41 @@ ARCHITECTURES = {
 
 
 def attention_options(attention: str, dense_below: int, selector: str) -> dict[str, Any]:
-    """Model settings for an `--attention` value. Patterns may contain block-sparse in the same places as nsa."""
-    kinds = [part.partition("*")[0].strip() for part in attention.split(",")]
-    names = (*get_args(AttentionKind), BLOCK_SPARSE)
+    """Model settings for an `--attention` value. In patterns, block-sparse and two-branch stand in nsa's place."""
+    kinds = _kinds(attention)
+    names = (*get_args(AttentionKind), BLOCK_SPARSE, TWO_BRANCH)
     if unknown := [kind for kind in kinds if kind not in names]:
         raise UsageError(f"--attention {attention}: {unknown[0]!r} is unknown: pick from {', '.join(names)}")
-    if BLOCK_SPARSE not in kinds:
-        for name, given in (("dense_below", dense_below), ("selector", selector != "compressed")):
-            if given:
-                raise UsageError(f"--{name} needs --attention {BLOCK_SPARSE}: other imports do not have it")
-        return {"attention": attention}
-    if "nsa" in kinds:
-        raise UsageError(
-            f"--attention {attention}: {BLOCK_SPARSE} and nsa cannot be mixed in one model; use one of them"
-        )
-    return {
-        "attention": attention.replace(BLOCK_SPARSE, "nsa"), "gate": "none", "compression": "mean",
-        "dense_below": dense_below, "selector": selector,
-    }  # fmt: skip
+    sparse = [name for name in (BLOCK_SPARSE, TWO_BRANCH, "nsa") if name in kinds]
+    if len(sparse) > 1:
+        raise UsageError(f"--attention {attention}: {' and '.join(sparse)} cannot be mixed in one model; use one")
+    if dense_below and sparse != [BLOCK_SPARSE]:
+        raise UsageError(f"--dense_below needs --attention {BLOCK_SPARSE}: other imports do not have it")
+    options: dict[str, Any] = {}
+    if sparse == [BLOCK_SPARSE]:
+        options = {"gate": "none", "compression": "mean", "dense_below": dense_below, "selector": selector}
+    elif sparse == [TWO_BRANCH]:
+        options = {"branches": ("selected", "window"), "selector": "learned"}
+    elif selector != "compressed":
+        raise UsageError(f"--selector needs --attention {BLOCK_SPARSE} or {TWO_BRANCH}: other imports do not have it")
+    return {"attention": attention.replace(sparse[0], "nsa") if sparse else attention, **options}
 
 
 def check_used(attention: str, given: Mapping[str, Any]) -> None:
     """Raise for options that the layers of an `--attention` value do not have."""
-    kinds = {part.partition("*")[0].strip() for part in attention.split(",")}
-    unused = () if "nsa" in kinds else ("compression", "compress_selected_keys", "cover", "gate_logit")
+    kinds = set(_kinds(attention))
+    unused = [] if "nsa" in kinds else ["compression", "compress_selected_keys"]
+    unused += [] if kinds & {"nsa", TWO_BRANCH} else ["cover", "gate_logit"]
     names = [f"--{name}" for name in unused if given[name] != DEFAULT_OPTIONS[name]]
     if kinds == {"dense"}:
         default, own = asdict(DEFAULT_OPTIONS["nsa"]), asdict(given["nsa"])
         names += [f"--nsa.{name}" for name in own if own[name] != default[name]]
     if names:
         raise UsageError(f"{names[0]} has no effect with --attention {attention}: drop it")
+
+
+def _kinds(attention: str) -> list[str]:
+    return [part.partition("*")[0].strip() for part in attention.split(",")]
 
 
 def check_family(config: ModelConfig, family: str) -> None:

@@ -12,7 +12,7 @@ self_attn.q_norm, k_norm (Qwen3)      attention.q_norm, k_norms of all branches
 (none)                                gate: zero weights, biases that open one branch and close the others
 (none)                                φ: newly initialized, which is the mean of a block
 
-A block-sparse layer has a dense layer's weights, and a newly initialized selector if it is learned.
+A block-sparse layer has a dense layer's weights. Learned selectors are newly initialized.
 """
 
 from __future__ import annotations
