@@ -12,9 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from result_files import RESULTS, change, losses, read_csv, read_eval, table
+from retrieval_tables import step_times
 
 FOLDER = RESULTS / "evidence"
 STEP = 1700  # the end of the stage at 8,192
+DENSE_STEP = 1300  # validated, and after about as many seconds as NSA needs for STEP
 KINDS = {
     "dense": "dense",
     "dense-matched": "dense, wider FFN",
@@ -63,15 +65,10 @@ def found(seed: int, kind: str) -> list[float]:
     return [_loss(path)] if path.exists() else []
 
 
-def against_dense(seed: int, kind: str) -> str:
-    """Mean loss against that of dense with the same seed; `*`: with a wider FFN, because there is no other."""
-    mine, star = found(seed, kind), ""
-    base = found(seed, "dense")
-    if not base:
-        base, star = found(seed, "dense-matched"), "\\*"
-    if not mine or not base or kind == "dense" or (star and kind == "dense-matched"):
-        return ""
-    return change(statistics.fmean(mine) / statistics.fmean(base)) + star
+def against_dense(kind: str) -> list[float]:
+    """Mean loss of a kind over that of dense with the same seed, for every seed that both have."""
+    pairs = [(found(seed, kind), found(seed, "dense")) for seed in (OWN_SEED, *seeds())]
+    return [statistics.fmean(mine) / statistics.fmean(base) for mine, base in pairs if mine and base]
 
 
 def _parameters(kind: str) -> str:
@@ -89,9 +86,24 @@ def all_losses() -> str:
     for kind, name in KINDS.items():
         cells = [", ".join(f"{loss:.4f}" for loss in sorted(found(seed, kind))) for seed in columns]
         if any(cells):
-            changes = ", ".join(filter(None, (against_dense(seed, kind) for seed in columns)))
-            rows.append([name, _parameters(kind), *cells, changes])
-    return table(["", "parameters", *(f"seed {seed}" for seed in columns), "vs dense"], rows)
+            ratios = against_dense(kind) if kind != "dense" else []
+            mean = f"**{change(statistics.fmean(ratios))}**" if len(ratios) > 2 else ""
+            rows.append([name, _parameters(kind), *cells, ", ".join(map(change, ratios)), mean])
+    return table(["", "parameters", *(f"seed {seed}" for seed in columns), "vs dense", "mean"], rows)
+
+
+def equal_time() -> str:
+    """Held-out losses when dense has trained for about as long, with the step times of the runs of retrieval."""
+    columns = [OWN_SEED, *seeds()]
+    rows, dense = [], []
+    for kind, step in (("dense", DENSE_STEP), ("learned", STEP), ("two-branch", STEP)):
+        others = [FOLDER / f"{kind}-{seed}-validation.csv" for seed in seeds()]
+        after = [losses(path)[step] for path in (RESULTS / "retrieval" / f"{kind}-validation.csv", *others)]
+        dense = dense or after
+        ratios = [change(a / b) for a, b in zip(after, dense, strict=True)] if kind != "dense" else []
+        seconds = f"{step_times(kind)[STEP] * step:.0f}"
+        rows.append([KINDS[kind], f"{step:,}", seconds, *(f"{loss:.4f}" for loss in after), ", ".join(ratios)])
+    return table(["", "steps", "seconds", *(f"seed {seed}" for seed in columns), "vs dense"], rows)
 
 
 def _of_seed(seed: int, suffix: str) -> dict[str, Path]:
@@ -178,6 +190,7 @@ def tiny_seeds() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "evidence-losses": all_losses,
+    "evidence-time": equal_time,
     "evidence-positions": positions,
     "evidence-retrieval": retrieval,
     "tiny-seeds": tiny_seeds,

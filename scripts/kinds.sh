@@ -1,19 +1,19 @@
 # The kinds of models that scripts/evidence.sh and scripts/retrieval.sh compare. Both source this file.
 
 flags_of_kind() { # kind, sequence length -> preset and flags
-    local learned="m7c --model.selector learned" one_set="--model.shared_kv true"
+    local compressed="m7c --model.selector compressed" one_set="--model.shared_kv true"
     case $1 in
-    compressed) echo m7c ;;
-    learned) echo "$learned" ;;
+    learned) echo m7c ;;
+    compressed) echo "$compressed" ;;
     two-branch) echo m7c-two-branch ;;
-    two-branch-shared) echo "$learned --model.branches selected,window $one_set" ;;
-    one-branch) echo "$learned --model.branches selected $one_set" ;;
+    two-branch-shared) echo "m7c-two-branch $one_set" ;;
+    one-branch) echo "m7c --model.branches selected $one_set" ;;
     block-sparse) echo m7c-block-sparse ;;
     all)
         if [ "$2" -gt 16384 ]; then
             refuse "$1 at length $2: the kernels read at most 256 blocks, 16384 tokens"
         else
-            echo m7c --model.nsa.select_count $(($2 / 64))
+            echo "$compressed" --model.nsa.select_count $(($2 / 64))
         fi
         ;;
     random) echo m7c --model.selector random ;;

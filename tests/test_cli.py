@@ -53,7 +53,7 @@ def test_without_a_command_it_prints_an_introduction(capsys):
 def test_plan_shows_parameters_memory_and_time(capsys):
     code, out, err = run(capsys, "plan", "--preset", "m7c", "--gpu", "H200", "--train.steps", "100")
     assert (code, err) == (0, "")
-    assert "77.2M" in out
+    assert "78.4M" in out
     assert "100 steps" in out
     assert "optimizer" in out
     assert "989 TFLOP/s" in out
@@ -221,7 +221,7 @@ def test_mixed_attention_is_described(capsys):
     assert "(1 nsa + 1 dense)" in out
     code, out, _ = run(capsys, "plan", "--preset", "m7c", "--model.attention", "window*2,nsa")
     assert code == 0
-    assert "(8 window + 4 nsa)" in out
+    assert "(8 window + 4 nsa, learned selector)" in out
 
 
 def test_former_switches_in_the_environment_are_named(capsys, monkeypatch):

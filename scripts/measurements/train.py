@@ -15,9 +15,11 @@ from tercet.bench.train_cell import parity
 
 # What `tercet import hf --attention block-sparse` gives a model that has m7c's sizes of blocks.
 BLOCK_SPARSE = {"model.gate": "none", "model.compress_selected_keys": "false"}
+COMPRESSED: dict[str, Any] = {"model.selector": "compressed"}
 LEARNED: dict[str, Any] = {"model.selector": "learned"}
 MODES: dict[str, dict[str, Any]] = {
-    "dense": {}, "nsa": {}, "block-sparse": BLOCK_SPARSE, "block-sparse learned": BLOCK_SPARSE | LEARNED,
+    "dense": {}, "nsa": COMPRESSED,
+    "block-sparse": BLOCK_SPARSE | COMPRESSED, "block-sparse learned": BLOCK_SPARSE | LEARNED,
     "nsa learned": LEARNED, "two-branch learned": LEARNED | {"model.branches": ["selected", "window"]},
 }  # fmt: skip
 CHECKED = ("nsa", "block-sparse")

@@ -50,14 +50,19 @@ def test_a_dense_baseline_differs_only_in_attention(name):
 def test_the_block_sparse_preset_differs_from_its_baseline_only_in_attention():
     found = differences(load("m7c-dense").config, load("m7c-block-sparse").config)
     assert {name for name in found if not name.startswith("model.")} == {"run.name"}
-    for name, value in {"attention": "nsa", "gate": "none", "selector": "learned"}.items():
+    for name, value in {"attention": "nsa", "gate": "none"}.items():
         assert found.pop(f"model.{name}")[1] == value
     assert set(found) <= {"run.name", "model.branches", "model.shared_kv", "model.compress_selected_keys"}
 
 
-def test_the_two_branch_preset_differs_from_m7c_only_in_branches_and_selector():
+def test_the_two_branch_preset_differs_from_m7c_only_in_branches():
     found = differences(load("m7c").config, load("m7c-two-branch").config)
-    assert set(found) == {"run.name", "model.branches", "model.selector"}
+    assert set(found) == {"run.name", "model.branches"}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("m7c")])
+def test_m7c_learns_which_blocks_to_select(name):
+    assert load(name).config.model.selector == "learned"
 
 
 def test_tiny_shuffles_over_many_more_sequences_than_it_reads():
@@ -123,7 +128,7 @@ def test_m7c_has_the_m7c_sizes_except_for_window_and_block_selection():
 @pytest.mark.parametrize(
     ("name", "millions"),
     [
-        ("m7c-dense", 73), ("m7c-block-sparse", 75), ("m7c-gpt2-dense", 112), ("m7c-gpt2", 116), ("m7c", 77),
+        ("m7c-dense", 73), ("m7c-block-sparse", 75), ("m7c-gpt2-dense", 112), ("m7c-gpt2", 117), ("m7c", 78),
         ("m7c-two-branch", 77),
         ("350m", 357), ("350m-dense", 338),
         ("1b", 1004), ("1b-dense", 946),

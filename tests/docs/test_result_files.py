@@ -55,8 +55,10 @@ def test_the_window_runs_differ_in_the_documented_settings_only() -> None:
         ("dense-matched-1", "compressed", {"model.attention", "model.ffn_dim"}),  # dense does not read the selector
         ("all-1", "compressed", {"model.nsa.select_count"}),
         ("random-1", "random", set()),
-        ("dense-2", "compressed", {"model.attention"}),
-        ("two-branch-2", "learned", {"model.branches"}),
+        ("compressed-1", "compressed", set()),
+        *((f"dense-{seed}", "compressed", {"model.attention"}) for seed in (1, 2)),
+        *((f"learned-{seed}", "learned", set()) for seed in (1, 2)),
+        *((f"two-branch-{seed}", "learned", {"model.branches"}) for seed in (1, 2)),
     ],
 )
 def test_controls_differ_from_nsa_in_the_documented_settings_only(run: str, selector: str, others: set[str]) -> None:

@@ -108,7 +108,7 @@ def test_pairs_of_block_sparse_attention_match_a_count_query_by_query(nsa, lengt
 
 
 def test_block_sparse_attention_costs_less_than_three_branches_and_at_most_dense():
-    m7c = load("m7c").config.model
+    m7c = load("m7c", flags={"model.selector": "compressed"}).config.model
     sparse, dense = (
         m7c.model_copy(update=changes)
         for changes in ({**BLOCK_SPARSE, "compress_selected_keys": False}, {"attention": "dense"})
@@ -181,7 +181,7 @@ def _attended(config: ModelConfig, length: int) -> int:
 
 
 def test_training_costs_three_forwards():
-    config = load("m7c").config.model
+    config = load("m7c", flags={"model.selector": "compressed"}).config.model
     assert flops_per_token(config, 2048) == pytest.approx(3 * forward_flops(config, 2048) / 2048)
     # 6 per parameter and token is the usual estimate without attention
     assert flops_per_token(config, 1) == pytest.approx(6 * parameters(config).total, rel=0.05)

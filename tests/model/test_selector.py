@@ -220,6 +220,19 @@ def test_sampled_queries_are_spread_over_the_batch_and_depend_on_it_alone() -> N
     assert sample_queries(tokens[:, :3], 64).shape == (1,)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_layer_in_another_model_trains_its_selector_and_nothing_else_changes(training: bool) -> None:
+    layer, x = make_layer().train(training), torch.randn(2, 256, 32)
+    out = layer(x)
+    out.sum().backward()
+    assert torch.equal(out, layer.eval()(x))
+    for name, p in layer.named_parameters():
+        if name.startswith("selector."):
+            assert (p.grad is not None and p.grad.abs().max() > 0) == training, name
+    with torch.no_grad():
+        assert layer.train().sample(x) is None
+
+
 @pytest.mark.parametrize("rotary", [0, 8, 16])
 @pytest.mark.parametrize("chunks", [[1] * 60, [30, 30], [13, 1, 1, 20, 25]], ids=len)
 def test_a_cache_gives_the_results_and_the_keys_of_the_whole_sequence(chunks: list[int], rotary: int) -> None:

@@ -86,7 +86,7 @@ def every_layer(group, few: bool) -> None:  # type: ignore[no-untyped-def]
 def compare(build, bounds, group, by_blocks, dtype=torch.float64):  # type: ignore[no-untyped-def]
     torch.manual_seed(7)
     # fp64: some gradients are zero up to rounding (a single compressed token does not depend on its keys)
-    layer: nn.Module = build().to(dtype)
+    layer: nn.Module = build().to(dtype).eval()  # in training mode a selector would learn as well
     for p in layer.parameters():
         nn.init.normal_(p, std=0.2)
     x = torch.randn(1, bounds[-1], 24, dtype=dtype)

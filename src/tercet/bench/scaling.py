@@ -132,7 +132,7 @@ def seven_billion() -> ModelConfig:
 
 
 def cases() -> list[Case]:
-    m7c, seven = load(preset="m7c").config.model, seven_billion()
+    m7c, seven = load(preset="m7c", flags={"model.selector": "compressed"}).config.model, seven_billion()
     found = []
     for gpus in (8, 64, 1024):
         found += [

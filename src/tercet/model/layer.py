@@ -139,7 +139,8 @@ class AttentionLayer(nn.Module):
                     only if it is empty
         max_seqlen  with cu_seqlens: upper bound on document length, T by default. A tight bound saves the kernels work
         sampled     int64 [S]: flat indices of the queries on which the loss of a learned selector is computed in this
-                    pass, or on which the statistics measure how well blocks are chosen
+                    pass, or on which the statistics measure how well blocks are chosen. By default a learned selector
+                    learns on one query in 128
         """
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x has shape {list(x.shape)}: expected 3 axes, [batch, tokens, {self.dim}]")
@@ -153,7 +154,11 @@ class AttentionLayer(nn.Module):
             # a layer without a config has no compressed tokens
             count = 0 if self.config is None else None
             cu_seqlens = make_packing(cu_seqlens, x, self.config or NSAConfig(), count, max_seqlen)
-        return self._forward_sequence(x, cu_seqlens, rope, sampled)
+        return self._forward_sequence(x, cu_seqlens, rope, self.sample(x) if sampled is None else sampled)
+
+    def sample(self, x: Tensor) -> Tensor | None:
+        """Queries on which a learned selector learns if the caller names none."""
+        return None
 
     def _forward_sequence(
         self, x: Tensor, packing: Packing | None, rope: RopeCache | None, sampled: Tensor | None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.layout import Packing
 from tercet.model.layer import AttentionLayer
-from tercet.model.selector import BlockSelector, attach_loss
+from tercet.model.selector import EVERY, BlockSelector, attach_loss, sample_queries
 from tercet.model.stats import AttentionStats
 
 Scorer = tuple[Tensor, Tensor]
@@ -29,6 +30,11 @@ class SelectingLayer(AttentionLayer):
 
     def selector_size(self) -> int:
         return 0 if self.selector is None else self.selector.size
+
+    def sample(self, x: Tensor) -> Tensor | None:
+        if self.selector is None or not (self.training and torch.is_grad_enabled()):
+            return None
+        return sample_queries(x.detach()[..., 0].float().view(torch.int32), EVERY)
 
     def with_selector_loss(
         self, out: Tensor, x: Tensor, scored: Scorer | None, q: Tensor, k: Tensor, rows: Tensor, block_indices: Tensor,

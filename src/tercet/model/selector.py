@@ -246,6 +246,9 @@ class _AttachLoss(torch.autograd.Function):
         return upstream[0], upstream[0].new_ones((), dtype=ctx.dtype)
 
 
+EVERY = 128  # a selector's loss is computed on one query in this many (default of train.selector.every)
+
+
 def sample_queries(tokens: Tensor, every: int) -> Tensor:
     """Flat indices of one query in every `every`, at a place that depends on the tokens around it.
 

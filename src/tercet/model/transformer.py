@@ -23,7 +23,7 @@ from tercet.model.loss import cross_entropy
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import RopeCache, Rotary, rope_cache
 from tercet.model.selecting import SelectingLayer
-from tercet.model.selector import sample_queries
+from tercet.model.selector import EVERY, sample_queries
 from tercet.model.window import WindowAttention
 
 __all__ = ["Block", "ModelConfig", "Transformer"]
@@ -85,7 +85,7 @@ class Transformer(nn.Module):
         for i, layer in enumerate(self.attention_layers()):
             if isinstance(layer, NativeSparseAttention) and layer.random_blocks is not None:
                 layer.random_blocks.layer = i
-        self.selector_every = 128  # in training, the loss of learned selectors is computed on one query in this many
+        self.selector_every = EVERY
         self.init_weights()
 
     @torch.no_grad()
