@@ -17,7 +17,7 @@ CPU, to test this script.
     decode-model  tokens/s and time to the first token of m7c in every mode, batch 1 and 16
     growth    the operator from 8k to 1M tokens
     shapes    the operator over heads, head sizes and odd lengths, to find cells slower than their neighbours
-    large     whole training steps of 350m and 1b and their dense baselines, 8k and 64k, with planned memory
+    large     whole training steps of 350m and 1b and their dense baselines, 8k and 64k
     kernels   which kernels the time of a training step and of the operator goes to
     blocks    whole training steps of m7c with selected blocks of 32, 64 and 128 tokens
     fp8       one linear layer at the shapes of 1b in float8 against bf16

@@ -123,7 +123,7 @@ def gpu_measured() -> str:
     files = [RESULTS / "performance" / f"{part}.json" for part in ("train", "large")]
     records = [json.loads(file.read_text(encoding="utf-8"))["results"] for file in files if file.exists()]
     cells = [found for record in records for found in record if found.get("kind") == "nsa" and found["outcome"] == "ok"]
-    steps = [found for found in cells if found.get("mode", "nsa") == "nsa"]
+    steps = [found for found in cells if found.get("mode", "nsa learned") == "nsa learned"]  # as in the presets
     rows, above = [], []
     for found in sorted(steps, key=lambda found: (found["parameters"], found["length"])):
         length, batch = found["length"], found["batch"]

@@ -11,9 +11,7 @@ from typing import Any
 
 from measurements.part import Warmup
 from tercet.bench import train as bench
-from tercet.bench.train_cell import configured
 from tercet.config.load import load
-from tercet.doctor.memory import step_memory
 
 Cell = dict[str, Any]
 LARGE = ("1b", "350m", "1b-64k", "350m-64k")
@@ -110,8 +108,8 @@ def step_cells(
 
 
 def measured_steps(cells: list[Cell], *, steps: int, repeats: int, check: bool) -> Iterator[Cell]:
-    """Results of `tercet bench train`, each as soon as it is measured, with the planned memory; check: compare the
-    kernels with the reference first."""
+    """Results of `tercet bench train`, each as soon as it is measured; check: compare the kernels with the reference
+    first."""
     parity = [cells[0]["preset"], cells[0]["flags"], True] if check else None
     lines: queue.Queue[Cell | Exception | None] = queue.Queue()
 
@@ -126,8 +124,6 @@ def measured_steps(cells: list[Cell], *, steps: int, repeats: int, check: bool) 
     while (line := lines.get()) is not None:
         if isinstance(line, Exception):
             raise line
-        if "length" in line:
-            line["planned_gib"] = step_memory(configured(line, steps), "bf16").total / 2**30
         yield line
 
 

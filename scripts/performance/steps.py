@@ -62,23 +62,16 @@ def large() -> str:
                 f"**{ratio(times)}**",
                 pair(*(cell.get("ms") for cell in both)),
                 pair(*(cell.get("peak_gib") for cell in both)),
-                " / ".join(_planned(cell) for cell in both),
             ]
         )
     if not lines:
         return ""
-    head = ["preset", "length", "NSA, tokens/s", "dense, tokens/s", "× dense", "ms", "GiB", "GiB planned"]
+    head = ["preset", "length", "NSA, tokens/s", "dense, tokens/s", "× dense", "ms", "GiB"]
     about = paragraph(
-        "Presets as they are, 65,536 tokens per step, no activation checkpointing; pairs are NSA / dense. Planned: the "
-        "estimate of `tercet plan`, and how far it is off the measured peak."
+        "Presets as they are, 65,536 tokens per step, no activation checkpointing; pairs are NSA / dense. GiB: peak "
+        "memory ([beside its estimate](gpus.md))."
     )
     return "\n\n".join(["### Larger models", about, table(head, lines)])
-
-
-def _planned(cell: Row) -> str:
-    if not cell.get("peak_gib"):
-        return "–"
-    return f"{number(cell['planned_gib'])} ({cell['planned_gib'] / cell['peak_gib'] - 1:+.0%})"
 
 
 def blocks() -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -26,6 +29,7 @@ from tercet.model.transformer import Transformer
 from tercet.train.optim import build_optimizer
 from tercet.train.state import freeze_all_but_selectors
 
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "performance"
 BLOCK_SPARSE = {"gate": "none", "shared_kv": True, "branches": ("selected",), "compression": "mean"}
 SIZES = {"dim": 24, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_dim": 40, "vocab_size": 37}
 
@@ -272,6 +276,23 @@ def saved_and_estimated(**changes):
     measured = sum(size for pointer, size in kept.items() if pointer not in weights) / length
     del hidden
     return measured, activation_bytes_per_token(config, 4, "none")
+
+
+def measured_steps():
+    """Training steps measured on a GPU: docs/results/performance."""
+    for part in ("train", "large"):
+        for cell in json.loads((RESULTS / f"{part}.json").read_text(encoding="utf-8"))["results"]:
+            if cell.get("length") in (8192, 65536):
+                selector = {"nsa": "compressed", "block-sparse": "compressed"}.get(cell.get("mode"))
+                yield cell, cell["flags"] | ({"model.selector": selector} if selector else {})
+
+
+@pytest.mark.parametrize(("cell", "flags"), measured_steps(), ids=lambda x: f"{x.get('mode')}-{x.get('preset')}")
+def test_planned_memory_is_within_8_percent_of_the_measured_peak(cell, flags):
+    sizes = {"data.seq_len": cell["length"], "train.micro_batch": cell["batch"], "train.tokens_per_step": 65536}
+    config = load(cell["preset"], flags=flags | sizes | {"run.device": "auto"}).config
+    planned = memory(config.model, 65536, compute_bytes=2, activation_checkpointing=cell["checkpointing"]).total
+    assert 0 <= planned / 2**30 / cell["peak_gib"] - 1 < 0.08
 
 
 def test_memory_shrinks_with_checkpointing_and_shards():

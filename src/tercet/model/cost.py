@@ -237,8 +237,9 @@ def activation_bytes_per_token(model: ModelConfig, compute_bytes: int, activatio
     outputs, log-sum-exps, gates and block indices. With checkpointing, one block at a time is complete and the others
     save what their mode keeps.
     """
-    whole = [_block_bytes(model, kind, compute_bytes) for kind in model.attention_kinds]
-    if activation_checkpointing == "none":
+    recomputed = activation_checkpointing != "none"
+    whole = [_block_bytes(model, kind, compute_bytes, recomputed=recomputed) for kind in model.attention_kinds]
+    if not recomputed:
         return sum(whole)
     matmuls = activation_checkpointing == "selective"
     kept = [_checkpointed_block_bytes(model, kind, compute_bytes, matmuls) for kind in model.attention_kinds]
@@ -295,17 +296,21 @@ def _selection_bytes(model: ModelConfig, kind: str) -> int:
     return 4 * model.kv_heads * model.nsa.select_count if kind == "nsa" else 0
 
 
-def _block_bytes(model: ModelConfig, kind: str, compute_bytes: int) -> int:
+def _block_bytes(model: ModelConfig, kind: str, compute_bytes: int, *, recomputed: bool = False) -> int:
+    """recomputed: by activation checkpointing."""
     gated = _has_gates(model, kind)
     branches = len(model.branches) if gated else 0
     projected = _projected(model, kind)
     if kind == "nsa" and model.compression == "mean" and _kv_sets(model, kind)[1] == len(BRANCHES):
         # The gradient of a mean needs no inputs: keys and values of the compressed branch are not saved.
         projected -= model.kv_heads * sum(_head_sizes(model))
-    outputs = (branches + 1) * model.heads * model.head_value_dim
+    # Compiled (bf16, on GPUs), the gated sum of the branches and silu are recomputed in the backward pass; eager
+    # PyTorch saves them. Activation checkpointing recomputes the sum anyway.
+    compiled = compute_bytes < FP32
+    keeps_sum = not gated or not compiled or recomputed
+    outputs = (branches + keeps_sum) * model.heads * model.head_value_dim
     per_head = FP32 * model.heads * (2 * branches if gated else 1)
-    # Compiled (bf16, on GPUs), silu is recomputed in the backward pass; eager PyTorch saves its output.
-    ffn = (3 if compute_bytes < FP32 else 4) * model.ffn_dim
+    ffn = (3 if compiled else 4) * model.ffn_dim
     selector = _selector_weights(model, kind) // model.dim
     computed = 2 * model.dim + projected + outputs + ffn + selector
     return 2 * FP32 * model.dim + compute_bytes * computed + per_head + _selection_bytes(model, kind)
