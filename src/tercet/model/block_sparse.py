@@ -116,7 +116,7 @@ class BlockSparseAttention(SelectingLayer, DenseAttention):
             return decode.run_token(self, x, cache, lengths)
         new = cache.begin(self.cache_key(), x, lengths)
         x = new.zero_padding(x)
-        q, k, v = self.project(x, new.positions, None if rope is None else rope.tokens)
+        q, k, v = self.project(x, new.positions) if rope is None else self.project(x, None, rope.tokens)
         completed = cache.append_tokens(new, k, v)
         scored = None
         if self.selector is not None:

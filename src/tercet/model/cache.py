@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class NewTokens:
 
     start: Tensor  # int64 [B]: tokens in the cache before
     counts: Tensor  # int64 [B]
-    positions: Tensor  # int64 [B, C]
+    width: int  # C
     longest: int  # length of the longest row afterwards
     fresh: bool  # the cache was empty
     padded: bool  # some row has fewer than C real tokens
@@ -36,15 +37,21 @@ class NewTokens:
     window_k: Tensor | None = None  # [B, w-1 + C, G, Dk]: the window ring in order, then the new tokens
     window_v: Tensor | None = None
 
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 [B, C]. A first prefill, whose RoPE angles are computed once for all layers, does not need them."""
+        # padding may reach past the longest row: clamp it to the stores
+        return (self.start[:, None] + torch.arange(self.width, device=self.start.device)).clamp(max=self.longest - 1)
+
     @property
     def real(self) -> Tensor:
         """[B, C]: which tokens are not padding."""
-        return torch.arange(self.positions.shape[1], device=self.counts.device) < self.counts[:, None]
+        return torch.arange(self.width, device=self.counts.device) < self.counts[:, None]
 
     @property
     def first(self) -> int | None:
         """Position of the first new token in all rows; None if rows differ or are padded."""
-        return self.longest - self.positions.shape[1] if self.aligned and not self.padded else None
+        return self.longest - self.width if self.aligned and not self.padded else None
 
     def zero_padding(self, x: Tensor) -> Tensor:
         """x with its padding set to zero: it may hold NaN, and 0 · NaN is NaN behind every mask."""
@@ -191,7 +198,7 @@ class Cache:
     # ------------------------------------------------------------ new tokens
 
     def begin(self, key: dict[str, Any], x: Tensor, lengths: Tensor | None) -> NewTokens:
-        """Check that x can follow the cached tokens, reserve slots for it, and return its positions."""
+        """Check that x can follow the cached tokens, and reserve slots for it."""
         self.check(key, x)
         batch, width = x.shape[:2]
         counts = self._counts(lengths, width)
@@ -207,8 +214,7 @@ class Cache:
         new = NewTokens(
             start=start,
             counts=device_counts,
-            # padding may reach past the longest row: clamp it to the stores
-            positions=(start[:, None] + torch.arange(width, device=self.device)).clamp(max=max(after) - 1),
+            width=width,
             longest=max(after),
             fresh=not any(before),
             padded=min(counts) < width,

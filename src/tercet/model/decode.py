@@ -142,7 +142,7 @@ def _window_keys(new: NewTokens, config: NSAConfig) -> tuple[Tensor, Tensor, int
     """Keys and values that the windows of a chunk reach, and the position of the first."""
     assert new.window_k is not None
     assert new.window_v is not None
-    start = new.longest - new.positions.shape[1]
+    start = new.longest - new.width
     first = max(0, start - config.window + 1)
     # skip those of the w-1 slots before the chunk that hold no token
     empty = config.window - 1 - (start - first)

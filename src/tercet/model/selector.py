@@ -85,13 +85,16 @@ class BlockSelector(nn.Module):
         if self.rotary is None:
             return q, k
         cos_sin = self.rotary.of_tokens(x, positions) if cos_sin is None else cos_sin
-        return rotate_first(q, cos_sin), rotate_first(k, cos_sin)
+        if k.requires_grad or torch.compiler.is_compiling():
+            return rotate_first(q, cos_sin), rotate_first(k, cos_sin)
+        rotated = rotate_first(torch.stack((q, k)), cos_sin)  # half as many launches, which a prompt waits for
+        return rotated[0], rotated[1]
 
     def append(
         self, x: Tensor, new: NewTokens, cache: NSACache, cos_sin: CosSin | None = None
     ) -> tuple[Tensor, Tensor]:
         """Store the keys of the new tokens. Returns their queries, and all keys that they can see."""
-        queries, keys = self(x, new.positions, cos_sin)
+        queries, keys = self(x, new.positions) if cos_sin is None else self(x, None, cos_sin)
         cache.append_selector(new, keys)
         return queries, keys if new.fresh else cache.selector_keys(new).to(queries.dtype)
 

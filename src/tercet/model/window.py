@@ -79,7 +79,8 @@ class WindowAttention(DenseAttention):
         if reason is None and x.shape[1] == 1:
             return decode.run_token(self, x, cache, lengths)
         new = cache.begin(self.cache_key(), x, lengths)
-        q, k, v = self.project(new.zero_padding(x), new.positions, None if rope is None else rope.tokens)
+        x = new.zero_padding(x)
+        q, k, v = self.project(x, new.positions) if rope is None else self.project(x, None, rope.tokens)
         cache.append(new, k, {"window": k}, {"window": v})
         if new.fresh:  # prefill; causal masks hide the right padding from every real token
             cache.reads = None
