@@ -220,6 +220,24 @@ def test_sampled_queries_are_spread_over_the_batch_and_depend_on_it_alone() -> N
     assert sample_queries(tokens[:, :3], 64).shape == (1,)
 
 
+def test_the_last_queries_of_a_short_batch_are_sampled_too() -> None:
+    rows = torch.cat([sample_queries(torch.randint(0, 256, (1, 120)), 64) for _ in range(64)])
+    assert rows.max() >= 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_layer_samples_queries_at_any_place_whatever_the_precision(dtype: torch.dtype) -> None:
+    rows = make_layer().sample(torch.randn(2, 16384, 32, dtype=dtype))
+    assert rows is not None
+    assert torch.equal(rows // 128, torch.arange(256))
+    assert (rows % 128).unique().numel() > 64
+
+
+def test_an_empty_input_is_refused_in_training_too() -> None:
+    with pytest.raises(ValueError, match="at least one element"):
+        make_layer().train()(torch.randn(1, 0, 32))
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_a_layer_in_another_model_trains_its_selector_and_nothing_else_changes(training: bool) -> None:
     layer, x = make_layer().train(training), torch.randn(2, 256, 32)

@@ -10,7 +10,7 @@ from torch import Tensor
 from tercet.attention.config import NSAConfig
 from tercet.attention.layout import Packing
 from tercet.model.layer import AttentionLayer
-from tercet.model.selector import EVERY, BlockSelector, attach_loss, sample_queries
+from tercet.model.selector import EVERY, BlockSelector, attach_loss, mix_bits, sample_queries
 from tercet.model.stats import AttentionStats
 
 Scorer = tuple[Tensor, Tensor]
@@ -32,9 +32,11 @@ class SelectingLayer(AttentionLayer):
         return 0 if self.selector is None else self.selector.size
 
     def sample(self, x: Tensor) -> Tensor | None:
-        if self.selector is None or not (self.training and torch.is_grad_enabled()):
+        if self.selector is None or not (self.training and torch.is_grad_enabled() and x.numel()):
             return None
-        return sample_queries(x.detach()[..., 0].float().view(torch.int32), EVERY)
+        # hashed: as fp32, half-precision numbers end in zeros, and every sample would be the first of its 128 queries
+        bits = x.detach()[..., 0].float().view(torch.int32).long() & 0xFFFFFFFF
+        return sample_queries(mix_bits(bits), EVERY)
 
     def with_selector_loss(
         self, out: Tensor, x: Tensor, scored: Scorer | None, q: Tensor, k: Tensor, rows: Tensor, block_indices: Tensor,

@@ -189,8 +189,8 @@ class RandomBlocks:
             return every.int()
         group = torch.arange(self.kv_heads, device=position.device)[:, None]
         j = torch.arange(blocks, device=position.device)
-        key = _mix(_mix(position) + (self.layer if layer is None else layer)) + (group << 20) + j
-        key = (_mix(key) << 20) + j  # hashes may be equal, these are not
+        key = mix_bits(mix_bits(position) + (self.layer if layer is None else layer)) + (group << 20) + j
+        key = (mix_bits(key) << 20) + j  # hashes may be equal, these are not
         free = (j >= initial) & (j <= current - local)
         chosen = torch.where(free, key, -1).topk(slots, sorted=False).indices.sort(-1).values
         first, last = place[:initial], current - local + 1 + place[:local]
@@ -206,7 +206,7 @@ class RandomBlocks:
         return keep_selection(self(position, longest, layer)).expand(x.shape[0], -1, -1, -1)
 
 
-def _mix(x: Tensor) -> Tensor:
+def mix_bits(x: Tensor) -> Tensor:
     """A hash of 32-bit numbers, in int64."""
     for _ in range(2):
         x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
@@ -258,8 +258,8 @@ def sample_queries(tokens: Tensor, every: int) -> Tensor:
     A function of the batch alone: the same on every backend and in a recomputation, and nothing to save for a resume.
     """
     flat = tokens.flatten()
-    every = min(every, flat.shape[0])
-    count = flat.shape[0] // every
+    count = max(1, flat.shape[0] // every)
+    every = flat.shape[0] // count  # longer if the tokens are not a multiple, so that the last ones can be sampled too
     weights = torch.arange(1, every + 1, device=tokens.device) * 40503
     place = (flat[: count * every].view(count, every).long() * weights).sum(1) % every
     return torch.arange(count, device=tokens.device) * every + place
