@@ -137,6 +137,7 @@ def test_a_block_sparse_import_is_the_same_model_below_dense_below_cached_and_no
     [
         (["--attention", "block-sparse", "--gate_logit", "20"], "--gate_logit has no effect with --attention block-"),
         (["--attention", "two-branch", "--compression", "mean"], "--compression has no effect with --attention two-"),
+        (["--attention", "two-branch", "--selector", "compressed"], "--selector compressed has no effect"),
         (["--attention", "two-branch", "--nsa.select_count", "3"], "--nsa.select_count 3 leaves"),
         (
             ["--attention", "dense", "--nsa.select_count", "7"],

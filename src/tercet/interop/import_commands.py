@@ -23,7 +23,7 @@ def hf(
     cover: Literal["selected", "window"] = "selected",
     gate_logit: float = 8.0,
     dense_below: int = 0,
-    selector: Literal["compressed", "learned"] = "compressed",
+    selector: Literal["compressed", "learned"] | None = None,
     seq_len: int | None = None,
     seed: int = 1337,
 ) -> int:
@@ -42,8 +42,8 @@ def hf(
         gate_logit: Gates start at sigmoid(gate_logit) for the open branch, sigmoid(-gate_logit) for the others. Higher
             is closer to the dense model; with lower values the other branches learn sooner.
         dense_below: With block-sparse: queries at positions below this read everything.
-        selector: With block-sparse: what scores the blocks, means of their keys (compressed) or new projections
-            (learned). Two-branch: learned.
+        selector: With block-sparse: what scores the blocks, means of their keys (compressed, the default) or new
+            projections (learned). Two-branch: always learned.
         seq_len: Sequence length to train with; default: the model's own, at most 4096.
         seed: Random seed for newly initialized weights.
     """

@@ -20,7 +20,7 @@ DEFAULT_OPTIONS: dict[str, Any] = {
     "cover": "selected",
     "gate_logit": 8.0,
     "dense_below": 0,
-    "selector": "compressed",
+    "selector": None,
 }
 # Model classes of transformers by --format.
 ARCHITECTURES = {
@@ -31,7 +31,7 @@ ARCHITECTURES = {
 }
 
 
-def attention_options(attention: str, dense_below: int, selector: str) -> dict[str, Any]:
+def attention_options(attention: str, dense_below: int, selector: str | None) -> dict[str, Any]:
     """Model settings for an `--attention` value. In patterns, block-sparse and two-branch stand in nsa's place."""
     kinds = _kinds(attention)
     names = (*get_args(AttentionKind), BLOCK_SPARSE, TWO_BRANCH)
@@ -44,10 +44,13 @@ def attention_options(attention: str, dense_below: int, selector: str) -> dict[s
         raise UsageError(f"--dense_below needs --attention {BLOCK_SPARSE}: other imports do not have it")
     options: dict[str, Any] = {}
     if sparse == [BLOCK_SPARSE]:
-        options = {"gate": "none", "compression": "mean", "dense_below": dense_below, "selector": selector}
+        options = {"gate": "none", "compression": "mean", "dense_below": dense_below}
+        options["selector"] = selector or "compressed"
     elif sparse == [TWO_BRANCH]:
+        if selector == "compressed":
+            raise UsageError(f"--selector compressed has no effect with --attention {attention}: drop it")
         options = {"branches": ("selected", "window"), "selector": "learned"}
-    elif selector != "compressed":
+    elif selector == "learned":
         raise UsageError(f"--selector needs --attention {BLOCK_SPARSE} or {TWO_BRANCH}: other imports do not have it")
     return {"attention": attention.replace(sparse[0], "nsa") if sparse else attention, **options}
 

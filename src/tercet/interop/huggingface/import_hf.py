@@ -68,7 +68,7 @@ def import_model(
     cover: dense_weights.Cover = "selected",
     gate_logit: float = 8.0,
     dense_below: int = 0,
-    selector: Literal["compressed", "learned"] = "compressed",
+    selector: Literal["compressed", "learned"] | None = None,
     seq_len: int | None = None,
     seed: int = 1337,
 ) -> Imported:
