@@ -142,6 +142,14 @@ def test_unsupported_arguments_are_refused(theirs, given, said):
         theirs(**given)
 
 
+def test_a_cache_is_refused_in_training(folder):
+    model, ids = AutoModelForCausalLM.from_pretrained(folder), torch.ones(1, 4).long()
+    assert model(ids, use_cache=True).past_key_values.columns == 4
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model.train()(ids, use_cache=True)
+    assert model.generate(ids, max_new_tokens=2).shape == (1, 6)  # without gradients: as a sample in training
+
+
 def test_trainer_trains_it_and_saves_a_loadable_checkpoint(folder, tmp_path):
     from transformers import Trainer, TrainingArguments
 

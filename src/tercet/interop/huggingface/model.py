@@ -166,6 +166,8 @@ class TercetForCausalLM(PreTrainedModel, GenerationMixin):
         assert input_ids is not None
         if past_key_values is None and use_cache:
             past_key_values = TercetCache(self.model, input_ids.shape[0])
+        if past_key_values is not None and self.training and torch.is_grad_enabled():
+            raise ValueError("a cache gives attention no gradients: train with use_cache=False, or call eval() before")
         if past_key_values is None or past_key_values.columns == 0:
             _check_positions(position_ids, attention_mask, input_ids)
         hidden = self._hidden(input_ids, attention_mask, past_key_values, cu_seqlens)
