@@ -5,10 +5,9 @@
 #
 # A VARIANT is words joined by "+": base (the paper: MLP compression of 32 tokens, separate compressed keys), l16 (compressed
 # blocks of 16), tie (compress_selected_keys), mean (mean compression), s32 (select 32 blocks of 32 instead of 16 of 64),
-# shared (one K/V set), free (no forced first block, one local block), dense. `tie+l16+mean` is the
-# preset m7c with compressed scores.
-# All variants of one call run at once: start CUDA MPS first. Training takes an H200 95 s for three variants and 180 s for
-# four, plus evaluation. FLAGS: more flags for tercet train. Results: docs/results/block-settings.md.
+# shared (one K/V set), free (no forced first block, one local block), dense. `tie+l16+mean` is the preset m7c with
+# compressed scores. All variants of one call run at once: start CUDA MPS first. Training takes an H200 95 s for three
+# variants and 180 s for four, plus evaluation. FLAGS: more flags for tercet train. Results: docs/results/block-settings.md.
 set -euo pipefail
 [ $# -ge 4 ] || { sed -n '2,10p' "$0" >&2; exit 2; }
 corpus=$1 runs=$2 seed=$3

@@ -9,7 +9,7 @@
 #
 # Converts RUNS/dense as it was after step 1,700, the end of its training at length 8,192; writes RUNS/conversion.
 # KIND: block-sparse (blocks chosen by the means of their keys), learned (block-sparse, with learned selectors that
-# first learn alone for 76 steps), nsa (three branches and compressed scores) or continued (dense, for comparison). One run
+# first learn alone for 76 steps), nsa (three branches, compressed scores) or continued (dense, for comparison). One run
 # of 50M tokens at a constant learning rate; its checkpoints after 5M, 20M and 50M are points of one curve, to be
 # compared with `continued` after as many. All models are evaluated on the validation text of RUNS/dense; with `dense`
 # also RUNS/learned of scripts/retrieval.sh, NSA trained from scratch, after the same step.

@@ -18,7 +18,7 @@ shift
 python=${PYTHON:-python3}
 LIMIT=${LIMIT:-1380}
 # Half, once and twice what the Step Law (arXiv 2503.04715), 1.79 · N^-0.713 · D^0.307, gives for 10M parameters and 66M
-# tokens. It gives 1.5e-3 for m7c and 200M tokens: LR is the best multiple of that.
+# tokens. For m7c and 200M tokens it gives 1.5e-3.
 SMALL_RATES=${SMALL_RATES:-2.2e-3 4.4e-3 8.8e-3}
 # Of Muon's matrices; the rest learns with AdamW at LR. Its updates are scaled to AdamW's size (train.muon.adjust_lr_fn).
 MUON_RATES=${MUON_RATES:-1e-3 3e-3}
@@ -117,10 +117,10 @@ optimizers) # the same seed: the same weights at first, and the same text in the
     corpus=$1 runs=$2 steps=${STEPS:-600}
     shift 2
     mkdir -p "$runs"
-    run "$runs/adamw" compressed 8192 "$steps" --run.seed 1 "$@" > "$runs/adamw.log" 2>&1 &
+    run "$runs/adamw" learned 8192 "$steps" --run.seed 1 "$@" > "$runs/adamw.log" 2>&1 &
     jobs=($!) names=("adamw")
     for rate in $MUON_RATES; do
-        run "$runs/muon-$rate" compressed 8192 "$steps" --run.seed 1 --train.optimizer muon --train.muon.lr "$rate" "$@" \
+        run "$runs/muon-$rate" learned 8192 "$steps" --run.seed 1 --train.optimizer muon --train.muon.lr "$rate" "$@" \
             > "$runs/muon-$rate.log" 2>&1 &
         jobs+=($!) names+=("muon-$rate")
     done

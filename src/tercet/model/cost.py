@@ -304,8 +304,8 @@ def _block_bytes(model: ModelConfig, kind: str, compute_bytes: int, *, recompute
     if kind == "nsa" and model.compression == "mean" and _kv_sets(model, kind)[1] == len(BRANCHES):
         # The gradient of a mean needs no inputs: keys and values of the compressed branch are not saved.
         projected -= model.kv_heads * sum(_head_sizes(model))
-    # Compiled (bf16, on GPUs), the gated sum of the branches and silu are recomputed in the backward pass; eager
-    # PyTorch saves them. Activation checkpointing recomputes the sum anyway.
+    # Compiled (bf16, on GPUs), silu and the gated sum of the branches are recomputed in the backward pass; eager
+    # PyTorch saves them. With activation checkpointing the block at work saves the sum too (`keep_sum` of the layer).
     compiled = compute_bytes < FP32
     keeps_sum = not gated or not compiled or recomputed
     outputs = (branches + keeps_sum) * model.heads * model.head_value_dim
