@@ -1,4 +1,4 @@
-"""Program names as the user can type them: without an active environment, `tercet` alone is not found."""
+"""How to start `tercet` from the user's shell: by name, by path or with `python -m`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text for the terminal: control characters of files and models are escaped; how far an evaluation is."""
+"""Terminal output: escape control characters in text of files and models, and show the progress of an evaluation."""
 
 from __future__ import annotations
 

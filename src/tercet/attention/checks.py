@@ -1,4 +1,4 @@
-"""Argument checks of the operator. Each error names the argument, its value, the rule and the fix in one line."""
+"""Argument checks for the operator. Each error names the argument, its value, the rule and the fix in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backend runs a call, and why not a faster one. Depends only on the call's inputs, never on earlier calls."""
+"""Choice of backend for a call, with the reason. Depends only on the call's inputs, never on earlier calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decorator of hand-written backward passes: they have no second derivative, and asking for one raises."""
+"""Decorator for hand-written backward passes: requesting a second derivative raises an error."""
 
 from __future__ import annotations
 

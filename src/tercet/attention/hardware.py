@@ -1,4 +1,4 @@
-"""What the Triton kernels require of the machine and of a tensor. Importable without Triton."""
+"""Requirements of the Triton kernels on the machine and on tensors. Importable without Triton."""
 
 from __future__ import annotations
 

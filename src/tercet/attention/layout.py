@@ -1,4 +1,4 @@
-"""Where tokens are: packed documents, their chunks and buckets, and query ranges within a sequence.
+"""Token layout: packed documents, their chunks and buckets, and query ranges within a sequence.
 
 A packed sequence holds T tokens, one document after another, and their Tc compressed tokens likewise (padding may
 follow). Everything here is computed on the device without synchronising.

@@ -1,4 +1,4 @@
-"""Stages of Native Sparse Attention one by one, on the reference. Axes: as in functional.py."""
+"""The stages of Native Sparse Attention as separate functions, on the reference backend. Axes: as in functional.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over tiles: queries, the keys that they could see, and a mask. Memory is linear in T, backward included.
+"""Tiled attention: a tile of queries, the keys visible to it, and a mask. Memory is linear in T, backward included.
 
 A tile of C queries against S keys is one matrix product per (batch, group): rows [B·G, C·h, D]. Only (out,
 log-sum-exp) is kept of a tile and the backward pass recomputes its probabilities; letting autograd keep them would cost

@@ -1,7 +1,7 @@
-"""Batches for the trainer.
+"""Batches for the trainer, each with the data cursor after it.
 
-Each batch carries the data cursor after it. A run resumes from the cursor of the last batch it consumed, so batches
-that were prefetched but not used are neither lost nor repeated.
+A run resumes from the cursor of the last batch it consumed, so batches that were prefetched but not used are neither
+lost nor repeated.
 """
 
 from __future__ import annotations

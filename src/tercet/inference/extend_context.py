@@ -1,4 +1,4 @@
-"""The command that continues training a model at a greater sequence length."""
+"""Suggest the command that continues training a model at a longer sequence length."""
 
 from __future__ import annotations
 

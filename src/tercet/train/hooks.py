@@ -1,4 +1,4 @@
-"""What is attached to a training run: event sinks, the watchdog, the observer, and signal handlers."""
+"""Attachments of a training run: event sinks, the watchdog, the observer, and signal handlers."""
 
 from __future__ import annotations
 

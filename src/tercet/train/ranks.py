@@ -1,4 +1,4 @@
-"""Join a run on one or several ranks, and exit from it."""
+"""Start and end of a training process: join the other ranks, and exit with the right code."""
 
 from __future__ import annotations
 

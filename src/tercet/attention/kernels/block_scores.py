@@ -1,4 +1,4 @@
-"""Block choice of a learned selector: by the sum of its weights over each block's tokens. No gradients.
+"""Block scores of a learned selector: the sum of its weights over each block's tokens. No gradients.
 
 Each KV head has one selector query and one selector key per token (model/selector.py). A program holds M queries and
 reads the keys of their document once, several blocks at a time: a matrix product gives the logits, `weight` turns them

@@ -1,4 +1,4 @@
-"""A recorded call as a list of steps over a list of values: what replay.py runs instead of the call.
+"""A recorded call, as a list of steps over a list of values: replay.py runs it instead of the call.
 
 The values: the call's tensors, each in its slot, the workspace, the addresses that kernels take, and all the numbers.
 """

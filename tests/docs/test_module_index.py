@@ -1,4 +1,4 @@
-"""docs/architecture.md lists every module as its docstring describes it."""
+"""docs/modules.md lists every module as its docstring describes it."""
 
 from __future__ import annotations
 
