@@ -21,7 +21,7 @@ from tercet.data.tokenizers import ByteTokenizer, LibraryTokenizer, text_bytes
 from tercet.errors import TercetError
 from tercet.inference.load import load_model
 from tercet.inference.needle import default_lengths, find_needles
-from tercet.inference.perplexity import ContextLoss, by_context, by_position, held_out, overall, within_documents
+from tercet.inference.perplexity import ContextLoss, by_position, held_out, loss_with_context, overall, within_documents
 from tercet.inference.plots import needle_map, perplexity_plot, recall_plot
 from tercet.inference.recall import recall_by_distance, window_reach
 from tercet.inference.selection_map import record_selections, selection_page
@@ -190,7 +190,7 @@ def test_the_same_last_tokens_are_scored_with_each_context():
     assert list(batch.cu_seqlens) == [0, 64]
     logits = [model.logits(model.hidden(batch.tokens[:, -context:]))[0, -16:] for context in (16, 40)]
     expected = [F.cross_entropy(each, batch.targets[0, -16:], ignore_index=-100).item() for each in logits]
-    assert by_context(model, batch, (16, 40), 16) == pytest.approx(expected)
+    assert [loss_with_context(model, batch, context, 16) for context in (16, 40)] == pytest.approx(expected)
     assert expected[0] != expected[1]
 
 
@@ -416,10 +416,9 @@ def test_pictures_are_drawn(tmp_path):
     model = language_model(**RECALL)
     found = list(find_needles(Knowing(model, 50), lengths=(32, 128), depths=(0.0, 1.0), trials=1))
     needle_map(found, tmp_path / "needle.svg")
-    needle_map(found, tmp_path / "losses.svg", loss=True)
     perplexity_plot({"a": by_position(model, held_out(model, sequences=1))}, tmp_path / "p.svg")
     recall_plot({"a": [(8, 1.0), (16, 0.5)]}, tmp_path / "c.svg", window_reach=14)
-    for name in ("needle", "losses", "p", "c"):
+    for name in ("needle", "p", "c"):
         assert "<svg" in (tmp_path / f"{name}.svg").read_text()
 
 

@@ -104,7 +104,7 @@ def context(
     check_plot(plot)
     _check_models(run, data_of)
     at_least_one(sequences=sequences, last=last, lengths=min(lengths, default=None))
-    from tercet.inference.perplexity import ContextLoss, by_context, within_documents
+    from tercet.inference.perplexity import ContextLoss, loss_with_context, within_documents
 
     model = _load(run, device, dtype, data_of)
     sizes = sorted(set(lengths) or {max(1, model.context // n) for n in (8, 4, 2, 1)})
@@ -112,18 +112,15 @@ def context(
     if scored > sizes[0]:
         raise UsageError(f"--last {scored} is more than the shortest of --lengths, {sizes[0]}: give at most that")
     warning = _warn_beyond_training(model, run, "--lengths", sizes)
-    losses: list[list[float]] = []
+    found = [ContextLoss(size, []) for size in sizes]
     progress = Progress(sum(sizes) * sequences)
     for loaded in within_documents(model, length=sizes[-1], sequences=sequences, last=scored):
-        losses.append([])
-        for size in sizes:
-            losses[-1] += by_context(model, loaded, [size], scored)
-            progress.update(size)
-    found = [ContextLoss(size, [row[i] for row in losses]) for i, size in enumerate(sizes)]
-    one = len(losses) == 1  # whose difference has no standard error
-    print(
-        f"the last {scored:,} tokens of {'1 sequence' if one else f'{len(losses)} sequences, each'} from one document"
-    )
+        for each in found:
+            each.losses.append(loss_with_context(model, loaded, each.context, scored))
+            progress.update(each.context)
+    count = len(found[0].losses)
+    one = count == 1  # whose difference has no standard error
+    print(f"the last {scored:,} tokens of {'1 sequence' if one else f'{count} sequences, each'} from one document")
     print(f"{'tokens read':>12}  {'loss':>8}  against {sizes[0]:,}")
     for each in found:
         gain, error = each.gain(found[0])
@@ -134,7 +131,7 @@ def context(
 
         context_plot({model.run.run.name: [(each.context, each.loss) for each in found]}, plot)
         print(plot)
-    record = _record("context", run, model, warning, data_of) | {"last": scored, "sequences": len(losses)}
+    record = _record("context", run, model, warning, data_of) | {"last": scored, "sequences": count}
     by_length = [{"tokens": each.context, "loss": each.loss, "losses": each.losses} for each in found]
     print(json.dumps({**record, "by_context": by_length}))
     return 0
@@ -364,7 +361,6 @@ def lm_eval(
             if variant and not metric.endswith("_stderr"):
                 print(f"{task:<24}  {metric:<16}  {value:.4f}" + (f" ± {error:.4f}" if error is not None else ""))
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
         print(out)
     print(json.dumps({"eval": "lm-eval", "run": str(run), "step": model.step, "results": results}))
@@ -401,11 +397,7 @@ def selection_map(
     (tokens,) = tokenize_prompts([text], model.tokenizer, model.config.vocab_size)
     warning = _warn_beyond_training(model, run, "a prompt length of", [len(tokens)])
     layers = record_selections(model, tokens)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(selection_page(tokens, model.tokenizer, layers, query=query), encoding="utf-8")
-    except OSError as error:
-        raise TercetError(f"cannot write {out} ({error.strerror}): choose another file") from None
+    out.write_text(selection_page(tokens, model.tokenizer, layers, query=query), encoding="utf-8")
     print(f"{out}: {len(tokens)} tokens, {len(layers)} layers")
     t = query if query >= 0 else len(tokens) + query
     blocks = {f"layer_{layer.layer}": sorted(layer.selected_by(t)) for layer in layers}

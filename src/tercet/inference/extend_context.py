@@ -7,7 +7,7 @@ from typing import Any
 
 from tercet import hints
 from tercet.config.load import ConfigError, load
-from tercet.config.schema import RunConfig
+from tercet.config.schema import RunConfig, largest_divisor
 from tercet.inference.arguments import CONFIG, WEIGHTS, has_weights
 from tercet.train import manifest
 
@@ -47,7 +47,7 @@ def _batch_sizes(config: RunConfig, length: int) -> dict[str, Any]:
         batch, per_pass = largest, largest * length * ranks
         tokens = -(-tokens // per_pass) * per_pass
     else:
-        batch = max(n for n in range(1, largest + 1) if sequences % n == 0)
+        batch = largest_divisor(sequences, largest)
     sizes = {"train.micro_batch": batch, "train.tokens_per_step": tokens}
     current = {"train.micro_batch": config.train.micro_batch, "train.tokens_per_step": config.train.tokens_per_step}
     return {key: value for key, value in sizes.items() if value != current[key]}

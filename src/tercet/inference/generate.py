@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tercet.data.tokenizers import Tokenizer
 from tercet.errors import TercetError
+from tercet.inference.arguments import at_least_one
 from tercet.inference.decoder import PREFILL_CHUNK, CachedDecoder, Decoder, UncachedDecoder
 from tercet.inference.prompts import PromptError, Prompts, is_single, required_context, tokenize_prompts
 from tercet.model.config import Sampling
@@ -127,10 +128,7 @@ def stream(
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
     except ValueError as error:
         raise PromptError(str(error)) from None
-    if prefill_chunk < 1:
-        raise PromptError(f"prefill_chunk={prefill_chunk} must be at least 1")
-    if context is not None and context < 1:
-        raise PromptError(f"context={context} must be at least 1")
+    at_least_one(max_new_tokens=max_new_tokens, prefill_chunk=prefill_chunk, context=context)
     tokenizer = tokenizer or getattr(model, "tokenizer", None)
     if stop and tokenizer is None:
         raise PromptError("stop needs a tokenizer, but there is none: give tokenizer=…")

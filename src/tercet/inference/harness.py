@@ -17,7 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tercet.errors import TercetError, UsageError
 from tercet.inference.generate import generate
 from tercet.inference.load import LanguageModel
-from tercet.model.cost import chunk_rows
+from tercet.inference.perplexity import logits_in_chunks
 
 Request = tuple[Any, list[int], list[int]]  # (text, context, continuation)
 MAX_NEW_TOKENS = 256  # for generation tasks that name no limit
@@ -64,10 +64,7 @@ class HarnessModel(TemplateLM):
         targets = torch.tensor([token for row, n in zip(rows, sizes, strict=True) for token in row[-n:]], device=device)
         hidden = model.hidden(tokens).flatten(0, 1)[torch.tensor(places, device=device)]
         logs, right = [], []
-        for part, wanted in zip(
-            *(x.split(chunk_rows(model.config.vocab_size)) for x in (hidden, targets)), strict=True
-        ):
-            logits = model.logits(part).float()
+        for logits, wanted in logits_in_chunks(model, hidden, targets):
             logs.append(-F.cross_entropy(logits, wanted, reduction="none"))
             right.append(logits.argmax(-1) == wanted)
         for log, greedy in zip(torch.cat(logs).split(sizes), torch.cat(right).split(sizes), strict=True):

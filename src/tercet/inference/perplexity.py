@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
@@ -21,6 +21,7 @@ from tercet.inference.arguments import at_least_one
 from tercet.inference.load import LanguageModel
 from tercet.model.cost import chunk_rows
 from tercet.model.loss import IGNORED
+from tercet.model.transformer import Transformer
 
 # Sequences in a row without a scored target after which `within_documents` gives up: generated data is endless.
 _UNSCORED = 1000
@@ -62,6 +63,13 @@ def token_losses(model: LanguageModel, batch: Batch) -> Iterator[tuple[Tensor, T
     counted = (targets != IGNORED).nonzero().flatten()
     for rows in counted.split(chunk_rows(model.config.vocab_size)):
         yield position[rows], F.cross_entropy(model.logits(hidden[rows]).float(), targets[rows], reduction="none")
+
+
+def logits_in_chunks(model: Transformer, hidden: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield fp32 logits of the hidden states [N, dim] with their targets [N], in chunks that bound the memory."""
+    rows = chunk_rows(model.config.vocab_size)
+    for states, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
+        yield model.logits(states).float(), wanted
 
 
 @torch.no_grad()
@@ -129,17 +137,14 @@ def within_documents(model: LanguageModel, *, length: int, sequences: int, last:
 
 
 @torch.no_grad()
-def by_context(model: LanguageModel, batch: Batch, contexts: Sequence[int], last: int) -> list[float]:
-    """Nats per token of the `last` targets of one sequence, for each number of tokens read."""
-    found = []
-    for context in contexts:
-        tokens, targets = (x[0, -context:].to(model.device) for x in (batch.tokens, batch.targets))
-        hidden = model.hidden(tokens[None])[0, -last:]
-        rows, nats = chunk_rows(model.config.vocab_size), torch.zeros((), dtype=torch.float64, device=model.device)
-        for part, wanted in zip(hidden.split(rows), targets[-last:].split(rows), strict=True):
-            nats += F.cross_entropy(model.logits(part).float(), wanted, ignore_index=IGNORED, reduction="sum").double()
-        found.append(nats.item() / int((targets[-last:] != IGNORED).sum()))
-    return found
+def loss_with_context(model: LanguageModel, batch: Batch, context: int, last: int) -> float:
+    """Nats per token of the `last` targets of one sequence, if the model reads its last `context` tokens."""
+    tokens, targets = batch.tokens[0, -context:].to(model.device), batch.targets[0, -last:].to(model.device)
+    hidden = model.hidden(tokens[None])[0, -last:]
+    nats = torch.zeros((), dtype=torch.float64, device=model.device)
+    for logits, wanted in logits_in_chunks(model, hidden, targets):
+        nats += F.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum").double()
+    return nats.item() / int((targets != IGNORED).sum())
 
 
 def overall(buckets: list[PositionBucket]) -> PositionBucket:

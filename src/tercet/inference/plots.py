@@ -1,4 +1,4 @@
-"""Plots of evaluations, as SVG files."""
+"""Plots of evaluations, as SVG files. `check_plot` has checked that they can be written."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from tercet.errors import TercetError
 
 if TYPE_CHECKING:  # these import torch
     from tercet.inference.needle import NeedleResult
@@ -52,12 +50,12 @@ def _draw_curves(curves: Curves) -> tuple[Any, Any]:
     return figure, axis
 
 
-def needle_map(found: Sequence[NeedleResult], path: Path, *, loss: bool = False) -> None:
-    """Heatmap of depth × length: accuracy, or with `loss` the nats per answer token."""
+def needle_map(found: Sequence[NeedleResult], path: Path) -> None:
+    """Heatmap of depth × length: accuracy."""
     lengths, depths = sorted({f.length for f in found}), sorted({f.depth for f in found})
-    cells = {(f.length, f.depth): f.nats if loss else f.accuracy for f in found}
+    cells = {(f.length, f.depth): f.accuracy for f in found}
     figure, axis = _figure(1.6 + 0.55 * len(lengths), 1.4 + 0.35 * len(depths))
-    _heat_map(axis, lengths, [f"{d:.0%}" for d in depths], [[cells[n, d] for n in lengths] for d in depths], loss=loss)
+    _heat_map(axis, lengths, [f"{d:.0%}" for d in depths], [[cells[n, d] for n in lengths] for d in depths])
     axis.set(ylabel="depth of the needle")
     _save(figure, path)
 
@@ -82,20 +80,18 @@ def ruler_map(found: Sequence[RulerResult], path: Path) -> None:
     _save(figure, path)
 
 
-def _heat_map(
-    axis: Any, lengths: Sequence[int], rows: Sequence[str], grid: list[list[float | None]], *, loss: bool = False
-) -> None:
-    """Rows × lengths of accuracies, or of losses. None: not measured."""
-    scale = {"cmap": "RdYlGn_r", "vmin": 0, "vmax": 4} if loss else {"cmap": "RdYlGn", "vmin": 0, "vmax": 1}
-    image = axis.imshow([[math.nan if v is None else v for v in row] for row in grid], aspect="auto", **scale)
+def _heat_map(axis: Any, lengths: Sequence[int], rows: Sequence[str], grid: list[list[float | None]]) -> None:
+    """Rows × lengths of accuracies. None: not measured."""
+    values = [[math.nan if v is None else v for v in row] for row in grid]
+    image = axis.imshow(values, aspect="auto", cmap="RdYlGn", vmin=0, vmax=1)
     axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], rotation=45)
     axis.set_yticks(range(len(rows)), rows)
     axis.set(xlabel="tokens")
     for y, row in enumerate(grid):
         for x, value in enumerate(row):
             if value is not None:
-                text, colour = f"{value:.2f}" if loss else f"{value:.0%}", text_colour(image, value)
-                axis.text(x, y, text, ha="center", va="center", fontsize=7, color=colour)
+                colour = text_colour(image, value)
+                axis.text(x, y, f"{value:.0%}", ha="center", va="center", fontsize=7, color=colour)
 
 
 def text_colour(image: Any, value: float) -> str:
@@ -106,11 +102,9 @@ def text_colour(image: Any, value: float) -> str:
 
 
 def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
-    try:
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise TercetError("plots need matplotlib: pip install 'tercet[report]'") from None
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasSVG(figure)
     return figure, figure.subplots(1, columns)
@@ -119,9 +113,5 @@ def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
 def _save(figure: Any, path: Path) -> None:
     import matplotlib
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with matplotlib.rc_context({"svg.hashsalt": "tercet"}):  # reproducible output
-            figure.savefig(path, format="svg", metadata={"Date": None})
-    except OSError as error:
-        raise TercetError(f"cannot write {path} ({error.strerror}): choose another file") from None
+    with matplotlib.rc_context({"svg.hashsalt": "tercet"}):  # reproducible output
+        figure.savefig(path, format="svg", metadata={"Date": None})

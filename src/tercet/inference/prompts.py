@@ -39,8 +39,6 @@ def tokenize_prompts(prompts: Prompts, tokenizer: Tokenizer | None, vocab_size: 
 
 def required_context(rows: list[list[int]], max_new_tokens: int, context: int | None) -> int:
     """Tokens of the longest prompt plus its answer; raises PromptError if that exceeds `context`."""
-    if max_new_tokens < 1:
-        raise PromptError(f"max_new_tokens={max_new_tokens} must be at least 1")
     sizes = [len(row) for row in rows]
     longest = max(sizes)
     needed = longest + max_new_tokens

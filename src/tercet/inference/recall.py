@@ -20,8 +20,8 @@ from tercet.data.loader import build_loader
 from tercet.data.synthetic import ASK, IS, KEY_TOKENS
 from tercet.inference.arguments import at_least_one, check_recall
 from tercet.inference.load import LanguageModel
+from tercet.inference.perplexity import logits_in_chunks
 from tercet.model.config import ModelConfig
-from tercet.model.cost import chunk_rows
 from tercet.model.transformer import Transformer
 
 
@@ -64,12 +64,9 @@ def score_answers(model: Transformer, documents: Tensor, spans: list[tuple[int, 
     positions = torch.tensor([i for _, first, last in spans for i in range(first, last)])
     device = model.embedding.weight.device
     hidden = model.hidden(documents.to(device))[rows.to(device), (positions - 1).to(device)]
-    answers = documents[rows, positions]
     parts = []
-    for states, expected in zip(
-        *(x.split(chunk_rows(model.config.vocab_size)) for x in (hidden, answers)), strict=True
-    ):
-        logits = model.logits(states).float().cpu()
+    for logits, expected in logits_in_chunks(model, hidden, documents[rows, positions]):
+        logits = logits.cpu()
         parts.append((logits.argmax(-1) == expected, F.cross_entropy(logits, expected, reduction="none")))
     right, nats = (torch.cat(part) for part in zip(*parts, strict=True))
     return [Answer(bool(r.all()), float(n.mean())) for r, n in zip(right.split(sizes), nats.split(sizes), strict=True)]

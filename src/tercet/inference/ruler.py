@@ -24,7 +24,7 @@ import torch
 from tercet.data.exercises import distinct, ends_line, insert, line_starts, list_text
 from tercet.data.retrieval import HELD_OUT_WORDS, Draws
 from tercet.data.wordings import HELD_OUT_WORDINGS, TRAINING_WORDINGS, Pair
-from tercet.errors import TercetError, UsageError
+from tercet.errors import UsageError
 from tercet.inference.arguments import RulerTask
 from tercet.inference.load import LanguageModel
 from tercet.inference.perplexity import held_out
@@ -187,16 +187,13 @@ def _range(result: RulerResult) -> str:
 def write_results(results: Sequence[RulerResult], about: dict[str, Any], path: Path) -> None:
     """As JSON, or as CSV with one row per result; an empty depth stands for all."""
     rows = [result.as_dict() for result in results]
-    try:
-        if path.suffix == ".csv":
-            with path.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, rows[0])
-                writer.writeheader()
-                writer.writerows(rows)
-        else:
-            path.write_text(json.dumps({**about, "found": rows}, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise TercetError(f"cannot write {path} ({error.strerror}): choose another file") from None
+    if path.suffix == ".csv":
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        path.write_text(json.dumps({**about, "found": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 class QuestionWriter:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from tercet.config.load import load as load_config
 from tercet.config.schema import RunConfig
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
@@ -38,7 +36,7 @@ def find_model(path: str | Path, *, verify: bool = False) -> StoredModel:
     found = _checkpoint(path, verify)
     with one_line_errors(ModelError, f"{found.path}: {manifest.RUN_STATE} is damaged: restore it from a backup"):
         step = int(found.run_state["step"])
-        return StoredModel(_config_of(found).at_step(step), found.path, step)
+        return StoredModel(resume.saved_config(found).at_step(step), found.path, step)
 
 
 def stored_tokenizer(run: RunConfig, source: Path | None) -> Tokenizer:
@@ -55,15 +53,3 @@ def _checkpoint(path: Path, verify: bool) -> resume.FoundCheckpoint:
     found = resume.find_checkpoint("auto" if inside else str(path), inside[0] if inside else path, verify=verify)
     assert found is not None
     return found
-
-
-def _config_of(found: resume.FoundCheckpoint) -> RunConfig:
-    try:
-        return RunConfig.model_validate(found.run_state["config"])
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ModelError(
-            f"{found.path}: its config cannot be read by this version of Tercet ({where}: {first['msg']}): "
-            "use the version that wrote it"
-        ) from None

@@ -36,11 +36,11 @@ from tercet.train import manifest
 from tercet.train.manifest import CheckpointError, WrongCheckpoint, run_of
 from tercet.train.run_folder import RunFolder, locate
 
-# Settings that may differ on resume: they do not change what the run learns, or people change them on purpose.
 # The order of the data depends on these, and with it a checkpoint's position in it.
 DATA_ORDER = {
     "run.seed", "data.source", "data.tokenizer", "data.validation_fraction", "data.shuffle", "data.retrieval",
 }  # fmt: skip
+# Settings that may differ on resume: they do not change what the run learns, or people change them on purpose.
 MAY_CHANGE = (
     "run.name", "run.dir", "run.device", "run.threads", "log.", "health.", "profile.", "checkpoint.", "parallel.",
     "data.prefetch", "data.bad_records", "data.accept_changes", "data.max_lost_text", "train.steps",
@@ -132,9 +132,8 @@ def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tupl
             f"--train.steps {config.train.steps} is less than the {done} steps that {start.path} has: give at least "
             f"{done}, or resume an earlier checkpoint"
         )
-    now = config.model_dump(mode="json")
-    allow = config.checkpoint.allow_config_change
-    changes = check_config(saved_config(start), now, allow_change=allow)
+    saved, now = (c.model_dump(mode="json") for c in (saved_config(start).with_absolute_paths(), config))
+    changes = check_config(saved, now, allow_change=config.checkpoint.allow_config_change)
     return start, [*start.messages, f"resuming from {start.path}", *(f"changed since: {c}" for c in changes)]
 
 
@@ -256,10 +255,10 @@ def _rename_later(checkpoints: Path, step: int) -> list[Path]:
 # The configuration
 
 
-def saved_config(found: FoundCheckpoint) -> dict[str, Any]:
+def saved_config(found: FoundCheckpoint) -> RunConfig:
     """The configuration saved in a checkpoint; newer keys get their defaults."""
     try:
-        return RunConfig.model_validate(found.run_state["config"]).with_absolute_paths().model_dump(mode="json")
+        return RunConfig.model_validate(found.run_state["config"])
     except KeyError as error:
         raise CheckpointError(f"{found.path}: {manifest.RUN_STATE} lacks {error}: restore it from a backup") from None
     except ValidationError as error:
@@ -275,8 +274,8 @@ def load_run_tokenizer(config: RunConfig, start: FoundCheckpoint | None) -> Toke
     """The tokenizer that the checkpoint holds, wherever the original is now; for a new run, the configured one."""
     now = config.data
     if start is not None:
-        before = saved_config(start)["data"]
-        if (before["tokenizer"], before["eos_token"]) == (now.tokenizer, now.eos_token):
+        before = saved_config(start).with_absolute_paths().data
+        if (before.tokenizer, before.eos_token) == (now.tokenizer, now.eos_token):
             return load_tokenizer(str(manifest.saved_tokenizer(start.path) or now.tokenizer), now.eos_token)
     return load_tokenizer(now.tokenizer, now.eos_token)
 
