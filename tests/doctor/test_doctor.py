@@ -78,7 +78,7 @@ def test_requesting_a_missing_gpu_fails_with_a_fix():
 def test_a_folder_that_cannot_be_written_fails(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
-    found = timed("disk", lambda: storage.disk(blocked / "runs"))
+    found = timed("disk", lambda: storage.disk(blocked / "runs", small(), megabytes=1))
     assert found.verdict == FAILED
     assert found.fix
 
@@ -295,7 +295,7 @@ def test_kernels_agree_with_the_reference_on_this_device():
 
 
 def test_the_disk_check_uses_the_nearest_existing_folder(tmp_path):
-    found = storage.disk(tmp_path / "not" / "made" / "yet", megabytes=1)
+    found = storage.disk(tmp_path / "not" / "made" / "yet", small(), megabytes=1)
     assert found.verdict == OK
     assert str(tmp_path) in found.finding
     assert not (tmp_path / "not").exists()

@@ -19,7 +19,7 @@ from tercet.parallel.strategy import Single
 from tercet.report.facts import key_figures
 from tercet.report.integrity import contradictions
 from tercet.report.plots import loss_plot
-from tercet.report.read import read_run, unlogged_passes
+from tercet.report.read import read_run
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import StageStarted, StepLogged, Validated
 from tercet.train.manifest import complete_checkpoints
@@ -104,7 +104,6 @@ def test_other_stages_are_refused_but_a_finished_run_can_be_given_another(
 def test_the_report_takes_each_stage_into_account(straight: Path) -> None:
     run = read_run(straight)
     assert contradictions(run) == []
-    assert unlogged_passes(run) == ""
     assert [stage.seq_len for stage in run.stages] == [32, 64, 128]
     figures = {figure.name: figure for figure in key_figures(run)}
     assert figures["sequence length"].value == "32 → 64 → 128"

@@ -18,34 +18,28 @@ Check = tuple[str, Callable[[], Finding]]
 _MARKS = {OK: "✓", WARNING: "!", FAILED: "✕", NOT_TESTED: "?"}
 
 
-def examine(config: RunConfig | None = None, *, short: bool = False, folder: Path | None = None) -> list[Finding]:
-    """Run every check; a failing one does not stop the others."""
-    return [timed(name, check) for name, check in checks(config, short=short, folder=folder)]
-
-
-def checks(config: RunConfig | None, *, short: bool, folder: Path | None = None) -> list[Check]:
+def checks(config: RunConfig, *, short: bool, folder: Path | None = None) -> list[Check]:
     """The checks to run; short: only the quick ones that training depends on."""
-    place = folder or Path((config.run.dir if config else None) or "runs")
-    wanted = config.run.device if config else "auto"
-    model = config.model if config else None
-    uses_kernels = model is None or (set(model.attention_kinds) != {"dense"} and model.backend != "reference")
-    on_cpu = wanted == "cpu"
+    place, model = folder or Path(config.run.dir or "runs"), config.model
     found: list[Check] = [
         ("versions", machine.versions),
-        ("device", lambda: machine.device(wanted)),
+        ("device", lambda: machine.device(config.run.device)),
+        ("logging", lambda: machine.logging(config.log)),
     ]
-    if config is not None:
-        found.append(("logging", lambda: machine.logging(config.log)))
-    if uses_kernels and not (short and on_cpu):
+    uses_kernels = set(model.attention_kinds) != {"dense"} and model.backend != "reference"
+    if uses_kernels and not (short and config.run.device == "cpu"):
         if not short:
             found.append(("triton", kernels.triton_works))
-        packed = config is None or not config.data.cross_document_attention
-        # Kernels only run on a GPU, so resolve `auto` for one.
-        precision = resolved_precision(config.train.precision if config else "auto", "cuda")
-        seq_len = config.longest_sequence if config else None
 
         def parity() -> Finding:
-            return kernels.parity(model, short=short, packed=packed, precision=precision, seq_len=seq_len)
+            # Kernels only run on a GPU, so resolve `auto` for one.
+            precision, packed = (
+                resolved_precision(config.train.precision, "cuda"),
+                not config.data.cross_document_attention,
+            )
+            return kernels.parity(
+                model, short=short, packed=packed, precision=precision, seq_len=config.longest_sequence
+            )
 
         found.append(("kernel parity", parity))
     found.append(("disk", lambda: storage.disk(place, config, megabytes=1 if short else 256)))
@@ -54,10 +48,9 @@ def checks(config: RunConfig | None, *, short: bool, folder: Path | None = None)
             ("arithmetic", machine.matmul_speed),
             ("shared memory", machine.shared_memory),
             ("collectives", machine.collectives),
+            ("memory", lambda: memory.memory(config)),
+            ("data", lambda: storage.data(config)),
         ]
-        if config is not None:
-            found.append(("memory", lambda: memory.memory(config)))
-            found.append(("data", lambda: storage.data(config)))
     return found
 
 
@@ -103,7 +96,7 @@ def examine_before_training(config: RunConfig, folder: Path) -> DoctorReported |
     """The short form before training, as an event; None with health.doctor=false. A failed check raises."""
     if not config.health.doctor:
         return None
-    found = examine(config, short=True, folder=folder)
+    found = [timed(name, check) for name, check in checks(config, short=True, folder=folder)]
     for f in found:
         if f.verdict == FAILED:
             raise TercetError(f"doctor: {f.check}: {f.finding}: {f.fix} (--health.no_doctor skips these checks)")

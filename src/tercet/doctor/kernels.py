@@ -58,7 +58,7 @@ def triton_works() -> Finding:
 
 
 def parity(
-    model: ModelConfig | None = None,
+    model: ModelConfig,
     *,
     short: bool = False,
     packed: bool = True,
@@ -75,7 +75,6 @@ def parity(
         return Finding("kernel parity", NOT_TESTED, "no GPU, so no kernels will run")
     if importlib.util.find_spec("triton") is None:
         return Finding("kernel parity", NOT_TESTED, "Triton is not installed", "pip install 'tercet[kernels]'")
-    model = model or ModelConfig()
     results, worst = [], OK
     trained, other = (torch.float32, torch.bfloat16) if precision == "fp32" else (torch.bfloat16, torch.float32)
     cases = [(trained, packed)]

@@ -19,7 +19,7 @@ MIN_SPEED_MB = 32
 SLOW_DATA_SECONDS = 60
 
 
-def disk(folder: Path, config: RunConfig | None = None, *, megabytes: int = 64) -> Finding:
+def disk(folder: Path, config: RunConfig, *, megabytes: int) -> Finding:
     """Write a file with fsync, as a checkpoint is written, and check free space."""
     place = folder
     while not place.exists():
@@ -32,16 +32,15 @@ def disk(folder: Path, config: RunConfig | None = None, *, megabytes: int = 64) 
     seen = f"{size(free)} free in {place}"
     if megabytes >= MIN_SPEED_MB:
         seen = f"{speed:.0f} MB/s with fsync, {seen}"
-    if config is not None:
-        checkpoint = 12 * parameters(config.model).total  # fp32 weights and two moments
-        kept = config.checkpoint.keep
-        if kept == 0:
-            kept = config.train.steps // (config.checkpoint.every or config.train.steps)
-        needed = checkpoint * (kept + 1)
-        seen += f"; a checkpoint takes about {size(checkpoint)}"
-        if free < needed:
-            fix = f"free {size(needed - free)}, lower checkpoint.keep, or pick another --run.dir"
-            return Finding("disk", FAILED if free < 2 * checkpoint else WARNING, seen, fix)
+    checkpoint = 12 * parameters(config.model).total  # fp32 weights and two moments
+    kept = config.checkpoint.keep
+    if kept == 0:
+        kept = config.train.steps // (config.checkpoint.every or config.train.steps)
+    needed = checkpoint * (kept + 1)
+    seen += f"; a checkpoint takes about {size(checkpoint)}"
+    if free < needed:
+        fix = f"free {size(needed - free)}, lower checkpoint.keep, or pick another --run.dir"
+        return Finding("disk", FAILED if free < 2 * checkpoint else WARNING, seen, fix)
     if speed < SLOW_MB_S and megabytes >= MIN_SPEED_MB:
         return Finding("disk", WARNING, seen, "checkpoints will be slow here: pick a local disk with --run.dir")
     return Finding("disk", OK, seen)

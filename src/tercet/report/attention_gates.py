@@ -8,7 +8,7 @@ from collections import Counter
 
 from tercet.attention.config import NoChoice, NSAConfig, nothing_to_choose
 from tercet.report.gates import ON_CPU, Gate, GateBuilder, Thresholds
-from tercet.report.read import Run, is_fastest, last_choices, unlogged_passes, with_defaults
+from tercet.report.read import Run, is_fastest, last_choices, with_defaults
 from tercet.telemetry.events import GraphCaptureFailed, HealthFired, LayersObserved, SelectorsObserved
 from tercet.telemetry.units import plural
 
@@ -36,8 +36,6 @@ def routing_gate(run: Run, limits: Thresholds) -> Gate:
         passes[branch, route] += calls
     for (branch, route), calls in sorted(passes.items()):
         gate.add_evidence(branch, f"{route}: {calls:,} passes")
-    if unlogged := unlogged_passes(run):
-        gate.add_evidence("not counted", unlogged)
     seen = {layer for layer, *_ in counts}
     missing = [i for i in range(len(run.attention)) if i not in seen]
     if not run.attention:
@@ -59,7 +57,7 @@ def routing_gate(run: Run, limits: Thresholds) -> Gate:
     if len(slow) > 3:
         gate.fail(f"and {len(slow) - 3} more", "")
     gate.require_steps(run, limits)
-    return gate.build(f"{plural(len(seen), 'layer')}, all branches on their kernels{unlogged and f'; {unlogged}'}")
+    return gate.build(f"{plural(len(seen), 'layer')}, all branches on their kernels")
 
 
 def fallback_gate(run: Run, limits: Thresholds) -> Gate:
@@ -72,8 +70,6 @@ def fallback_gate(run: Run, limits: Thresholds) -> Gate:
         if fallback and calls:
             reasons[reason] += calls
     gate.add_evidence("passes", f"{total:,}")
-    if unlogged := unlogged_passes(run):
-        gate.add_evidence("not counted", unlogged)
     gate.add_evidence("fallbacks", f"{sum(reasons.values()):,}")
     if failed := len(run.of(GraphCaptureFailed)):  # allowed by train.cuda_graph=auto
         gate.add_evidence("recordings that failed", f"{failed:,}")
@@ -84,7 +80,7 @@ def fallback_gate(run: Run, limits: Thresholds) -> Gate:
     if not run.on_gpu:
         gate.not_applicable(ON_CPU)
     gate.require_steps(run, limits)
-    return gate.build(f"none in {unlogged or f'{total:,} passes'}")
+    return gate.build(f"none in {total:,} passes")
 
 
 def _route_fix(reason: str) -> str:

@@ -7,7 +7,6 @@ import math
 from itertools import pairwise
 from pathlib import Path
 
-from tercet.parse import parse_json
 from tercet.report.read import Run
 from tercet.telemetry.events import Event, RunEnded, RunStarted, StageStarted, StepLogged
 
@@ -21,24 +20,6 @@ def contradictions(run: Run) -> list[str]:
     for rank, stream in sorted(run.events.items()):
         found += [f"events_rank{rank}.jsonl: {sentence}" for sentence in _check_stream(stream)]
     return [*found, *_check_training_csv(run), *_check_metrics(run), *_check_config(run)]
-
-
-def checkpoint_problem(folder: Path) -> str:
-    """What is missing from a checkpoint or has the wrong size, by its manifest; empty if it is complete."""
-    if not folder.is_dir():
-        return "the folder does not exist"
-    try:
-        files = parse_json((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
-        sizes = {name: int(record["bytes"]) for name, record in files.items()}
-    except (OSError, ValueError, KeyError, TypeError):
-        return "manifest.json cannot be read"
-    for name, size in sizes.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes, expected {size}"
-    return "" if sizes else "the manifest lists no files"
 
 
 def _check_history(run: Run) -> list[str]:

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +23,7 @@ from tercet.config.schema import RunConfig
 from tercet.errors import UsageError
 from tercet.model.config import layer_kinds
 from tercet.parse import parse_json, parse_toml
+from tercet.telemetry.event_log import tail
 from tercet.telemetry.events import (
     Event,
     LayersObserved,
@@ -216,16 +216,6 @@ def read_run(folder: Path | str) -> Run:
     return dataclasses.replace(run, state=_state(run))
 
 
-def tail(path: Path, size: int = 65536) -> list[str]:
-    """The lines in the last `size` bytes of a file."""
-    try:
-        with path.open("rb") as stream:
-            stream.seek(max(0, path.stat().st_size - size))
-            return stream.read().decode("utf-8", "replace").splitlines()
-    except OSError:
-        return []
-
-
 def _read_events(path: Path, problems: list[str]) -> list[Event]:
     events: list[Event] = []
     bad: list[int] = []
@@ -352,35 +342,3 @@ def last_choices(run: Run) -> tuple[list[int], list[float], list[float], list[fl
         return [sum(values) / len(readings) for values in zip(*(getattr(e, name) for e in readings), strict=True)]
 
     return layers, means("mass"), means("best"), means("random")
-
-
-def unlogged_passes(run: Run) -> str:
-    """Describes how many forward passes have no logged route; empty if all have one.
-
-    Logs of early versions miss the passes between a process's last log line and the checkpoint the next one resumed
-    from.
-    """
-    logged, expected = sum(run.route_counts.values()), expected_passes(run)
-    if logged >= expected:
-        return ""
-    return f"{logged:,} of {expected:,} passes logged, the routes of the other {expected - logged:,} are unknown"
-
-
-def expected_passes(run: Run) -> int:
-    """Forward passes the run's steps take, over all layers and branches in the log. Redone steps count once."""
-    last = 0  # the newest process's last known step
-    processes: list[list[tuple[int, int]]] = []  # for each, (step, accumulation) from its start and from its stages on
-    for event in run.events.get(0, []):
-        if isinstance(event, RunStarted):
-            processes.append([(event.step, event.accumulation)])
-            last = event.step
-        elif isinstance(event, StageStarted) and processes:
-            processes[-1].append((max(event.step, processes[-1][0][0]), event.accumulation))
-        elif isinstance(event, (StepLogged, RoutesCounted, RunEnded)):
-            last = max(last, event.step)
-    passes, end = 0, last
-    for process in reversed(processes):  # skip steps that a later process redid
-        for (step, accumulation), (following, _) in pairwise([*process, (end, 0)]):
-            passes += max(0, min(following, end) - step) * accumulation
-        end = min(end, process[0][0])
-    return passes * len({(layer, branch) for layer, branch, *_ in run.route_counts})

@@ -21,7 +21,6 @@ SIGNS = {GO: "go", NO_GO: "no", NOT_TESTED: "nt", NOT_APPLICABLE: "na"}
 # Evidence keys are part of verdict.json and stay as they are; the page shows clearer labels for these.
 EVIDENCE_LABELS = {
     "dense twin": "dense baseline",
-    "not counted": "not logged",
     "readings": "samples",
     "recordings that failed": "failed CUDA graph captures",
     "standing still": "blocked on saves",

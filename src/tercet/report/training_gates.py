@@ -12,7 +12,6 @@ from typing import Any
 from tercet import hints
 from tercet.report.dense_baseline import baseline_mismatch, dense_baseline_command, slow_routes
 from tercet.report.gates import ON_CPU, Gate, GateBuilder, Thresholds
-from tercet.report.integrity import checkpoint_problem
 from tercet.report.read import Run
 from tercet.telemetry.events import (
     CheckpointFailed,
@@ -27,6 +26,7 @@ from tercet.telemetry.events import (
 )
 from tercet.telemetry.sinks import mean_of_last
 from tercet.telemetry.units import plural
+from tercet.train import manifest
 
 PARITY = "kernel parity"  # the doctor's check
 DIED = "died"  # a process that left no end event
@@ -323,10 +323,12 @@ def _check_saves(run: Run, saved: list[CheckpointSaved], limits: Thresholds, gat
     newest = run.folder / "checkpoints" / Path(saved[-1].path).name
     if not newest.parent.is_dir():
         gate.not_tested("the checkpoints are not in this folder", "run the report where they are")
-    elif problem := checkpoint_problem(newest):
-        gate.fail(f"the newest checkpoint, {newest.name}, is incomplete: {problem}", "save again")
     else:
-        gate.add_evidence("newest", f"{newest.name}, {saved[-1].bytes / 2**20:.1f} MiB, files match the manifest")
+        try:
+            manifest.check_sizes(newest)
+            gate.add_evidence("newest", f"{newest.name}, {saved[-1].bytes / 2**20:.1f} MiB, files match the manifest")
+        except manifest.CheckpointError as error:
+            gate.fail(f"the newest checkpoint is incomplete: {error}", "save again")
     total = sum(e.step_seconds * len(e.losses) for e in run.steps)
     blocked = sum(e.blocked_seconds for e in saved)
     share = blocked / (total + blocked) if total else 0.0

@@ -24,6 +24,14 @@ def events_file(folder: Path, rank: int = 0) -> Path:
     return folder / f"events_rank{rank}.jsonl"
 
 
+def tail(path: Path, size: int = 65536) -> list[str]:
+    """The lines in the last `size` bytes of a file; none if it cannot be read."""
+    with contextlib.suppress(OSError), path.open("rb") as stream:
+        stream.seek(max(0, path.stat().st_size - size))
+        return stream.read().decode("utf-8", "replace").splitlines()
+    return []
+
+
 def is_disk_full(error: OSError) -> bool:
     """Whether the disk is full or a quota is exceeded: space may be freed while the run continues."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Self
 
 from tercet.config.sections import HealthConfig
-from tercet.telemetry.event_log import EventLog
+from tercet.telemetry.event_log import EventLog, tail
 from tercet.telemetry.events import Event, StageStarted, Stalled, StepLogged
 
 # EX_TEMPFAIL of sysexits.h ("try again"), so that restart scripts can distinguish it from a failure.
@@ -110,7 +110,7 @@ class Watchdog:
             if self._beat.idle_seconds < limit:
                 self._end_stall()
                 cpu = _cpu_seconds() if self._beat.idle_seconds < wait else cpu
-            elif self._stalled_since is None and self._config.stall != "off" and not self._beat.ended:
+            elif self._stalled_since is None and self._config.stall != "off" and self._beat.doing != "ended":
                 self._stall(limit, cpu)
 
     def _stall(self, limit: float, cpu: float) -> None:
@@ -202,9 +202,8 @@ def rank_status(folder: Path, stale: float) -> str:
     """
     now, lines = time.time(), []
     for path in sorted(folder.glob("heartbeat_rank*.jsonl")):
-        last = tail(path, 1)
         try:
-            beat = json.loads(last[-1])
+            beat = json.loads(tail(path)[-1])
             age = now - beat["time"]
             lines.append(
                 f"rank {beat['rank']}: step {beat['step']}, {beat['doing']} for {beat['for_seconds'] + age:.0f} s, "
@@ -213,16 +212,8 @@ def rank_status(folder: Path, stale: float) -> str:
         except (IndexError, ValueError, KeyError, TypeError):
             lines.append(f"{path.name}: no readable line")
     for path in sorted(folder.glob("events_rank*.jsonl")):
-        lines += [f"-- {path.name}", *(line[:600] for line in tail(path, LAST_EVENTS))]
+        lines += [f"-- {path.name}", *(line[:600] for line in tail(path)[-LAST_EVENTS:])]
     return "\n".join(lines)
-
-
-def tail(path: Path, count: int, size: int = 65536) -> list[str]:
-    """The last lines of a long file."""
-    with contextlib.suppress(OSError), path.open("rb") as stream:
-        stream.seek(max(0, path.stat().st_size - size))
-        return stream.read().decode("utf-8", "replace").splitlines()[-count:]
-    return []
 
 
 def _cpu_seconds() -> float:
@@ -234,46 +225,21 @@ class Heartbeat:
     """`beat.at(step, doing)` costs an assignment; a thread writes it to heartbeat_rank{r}.jsonl."""
 
     def __init__(self, folder: Path, rank: int, seconds: float) -> None:
-        self._path = folder / f"heartbeat_rank{rank}.jsonl"
-        self._rank, self._seconds = rank, seconds
-        self._step, self._doing, self._since = 0, "starting", time.time()
+        self._path, self._rank = folder / f"heartbeat_rank{rank}.jsonl", rank
+        self.seconds = seconds  # between lines
+        self.at(0, "starting")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def at(self, step: int, doing: str) -> None:
         """Record progress: the current step and activity."""
-        self._step, self._doing, self._since = step, doing, time.time()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds between lines."""
-        return self._seconds
-
-    @property
-    def step(self) -> int:
-        """The current step."""
-        return self._step
-
-    @property
-    def doing(self) -> str:
-        """The current activity."""
-        return self._doing
-
-    @property
-    def moved(self) -> float:
-        """Time of the last progress."""
-        return self._since
+        self.step, self.doing, self.moved = step, doing, time.time()
 
     @property
     def idle_seconds(self) -> float:
         """Seconds since the last progress."""
-        return time.time() - self._since
-
-    @property
-    def ended(self) -> bool:
-        """Whether the run has ended."""
-        return self._doing == "ended"
+        return time.time() - self.moved
 
     def close(self) -> None:
         """Write a last line and stop the thread."""
@@ -282,7 +248,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         self._write()
-        while not self._stop.wait(self._seconds):
+        while not self._stop.wait(self.seconds):
             self._write()
         self._write()
 
@@ -297,8 +263,8 @@ class Heartbeat:
             "time": now,
             "rank": self._rank,
             "pid": os.getpid(),
-            "step": self._step,
-            "doing": self._doing,
-            "for_seconds": round(now - self._since, 3),
+            "step": self.step,
+            "doing": self.doing,
+            "for_seconds": round(now - self.moved, 3),
         }
         return json.dumps(line) + "\n"

@@ -107,8 +107,8 @@ def saved_tokenizer(folder: Path) -> Path | None:
     return path
 
 
-def verify(folder: Path) -> dict[str, Any]:
-    """Compare every file with the manifest and return it. The first difference is an error."""
+def check_sizes(folder: Path) -> dict[str, str]:
+    """Raise if a file in the manifest is missing or has another size. Returns the SHA-256 of each."""
     manifest = read_manifest(folder)
     try:
         files = {name: (record["bytes"], record["sha256"]) for name, record in manifest["files"].items()}
@@ -120,6 +120,12 @@ def verify(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{folder}: {name} is missing")
         if path.stat().st_size != size:
             raise CheckpointError(f"{folder}: {name} has {path.stat().st_size} bytes, the manifest says {size}")
+    return {name: digest for name, (_, digest) in files.items()}
+
+
+def verify(folder: Path) -> None:
+    """Compare every file with the manifest. The first difference is an error."""
+    files = check_sizes(folder)
     # Loading reads every shard in the folder, so one without a checksum is an error.
     for path in sorted((*folder.glob("*.safetensors"), *folder.glob("rank-*.json"))):
         if path.name not in files:
@@ -127,11 +133,10 @@ def verify(folder: Path) -> dict[str, Any]:
                 f"{folder}: {path.name} is not in {MANIFEST}, which is damaged or from another folder"
             )
     with ThreadPoolExecutor(4) as threads:  # hashing releases the GIL
-        digests = dict(zip(files, threads.map(lambda name: sha256(folder / name), files), strict=True))
-    for name, (_, digest) in files.items():
-        if digests[name] != digest:
-            raise CheckpointError(f"{folder}: {name} does not match its SHA-256: it was changed or damaged")
-    return manifest
+        digests = threads.map(lambda name: sha256(folder / name), files)
+        for (name, expected), digest in zip(files.items(), digests, strict=True):
+            if digest != expected:
+                raise CheckpointError(f"{folder}: {name} does not match its SHA-256: it was changed or damaged")
 
 
 def read_json(path: Path) -> dict[str, Any]:
