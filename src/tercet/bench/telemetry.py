@@ -34,7 +34,7 @@ from tercet.train.console import precision_of
 from tercet.train.device import device_name, peak_memory_gib, pick_device
 from tercet.train.optim import learning_rate
 from tercet.train.state import TrainState, build_state
-from tercet.train.step import MicroBatch, train_step
+from tercet.train.step import MicroBatch, train_step, untimed
 
 
 class _DrawnOnDevice(Single):
@@ -96,7 +96,8 @@ class Bench:
                     self.state.model, self.state.optimizer, self.batches, step=step,
                     lr=learning_rate(self.config.train, min(step, self.config.train.steps)),
                     clip=self.config.train.clip, precision=self.config.train.precision, guard=self.state.guard,
-                    strategy=self.strategy, observer=self.observer if watched else None, executor=self.state.graph,
+                    strategy=self.strategy, phase=self.observer.phase if watched else untimed,
+                    executor=self.state.graph,
                 )  # fmt: skip
                 if watched:
                     self.observer.after_step(step)

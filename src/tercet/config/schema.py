@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
-from itertools import pairwise
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -258,9 +257,8 @@ class RunConfig(Section):
     @property
     def total_tokens(self) -> int:
         """Tokens of the whole run."""
-        starts = (0, *self.train.stage_ends)
-        steps = (last - first for first, last in pairwise(starts))
-        return sum(n * stage.train.tokens_per_step for n, stage in zip(steps, self.stages, strict=True))
+        stages = zip(self.train.stage_steps, self.stages, strict=True)
+        return sum(steps * stage.train.tokens_per_step for steps, stage in stages)
 
     @property
     def tokens_per_pass(self) -> int:

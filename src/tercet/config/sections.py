@@ -225,9 +225,14 @@ class TrainConfig(Section):
         return self
 
     @property
+    def stage_steps(self) -> tuple[int, ...]:
+        """The number of steps of each stage; without stages, of the run."""
+        return tuple(stage.steps for stage in self.stages) or (self.steps,)
+
+    @property
     def stage_ends(self) -> tuple[int, ...]:
         """The last step of each stage; without stages, the last step."""
-        return tuple(accumulate(stage.steps for stage in self.stages)) or (self.steps,)
+        return tuple(accumulate(self.stage_steps))
 
     @model_validator(mode="after")
     def _check(self) -> Self:

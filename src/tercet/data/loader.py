@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from tercet.config.data import DataConfig
-from tercet.data.files import FileSet, describe_changes
+from tercet.data.files import describe_changes
 from tercet.data.packing import (
     LoaderStats,
     PackedBatches,
@@ -59,7 +59,7 @@ class Loader:
         changes: Sequence[str] = (),
     ) -> None:
         self.changes = changes  # of the files since the state was saved, which data.accept_changes accepted
-        self._stream, self._source = stream, batches
+        self.stream, self._source = stream, batches
         self._prefetcher = Prefetcher(batches, prefetch, stop) if prefetch else None
         self._waited = 0.0
 
@@ -79,26 +79,6 @@ class Loader:
     def wait_seconds(self) -> float:
         """Total time spent waiting for batches."""
         return self._prefetcher.wait_seconds if self._prefetcher is not None else self._waited
-
-    @property
-    def bad_records(self) -> list[str]:
-        """Messages of the first few skipped records; batch.stats.skipped counts all."""
-        return list(self._stream.bad_records)
-
-    @property
-    def io_retries(self) -> list[str]:
-        """One warning for each retry of an I/O error so far."""
-        return list(self._stream.io_retries)
-
-    @property
-    def held_out(self) -> list[str]:
-        """For each source too small to hold out whole documents: a message about what is held out instead."""
-        return list(self._stream.held_out)
-
-    @property
-    def files(self) -> Mapping[str, FileSet]:
-        """The local files of each source."""
-        return self._stream.files
 
     def close(self) -> None:
         if self._prefetcher is not None:

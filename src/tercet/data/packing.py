@@ -27,13 +27,13 @@ FORMAT = 1
 class LoaderStats:
     """Totals since the start of the run, over all ranks and resumes."""
 
-    documents: int  # read to their end
-    epoch: int
-    skipped: int  # bad records, where data.bad_records is skip
-    left_out: int  # empty documents
-    tokens: int  # without padding
-    padding: int
-    sequences: int
+    documents: int = 0  # read to their end
+    epoch: int = 0
+    skipped: int = 0  # bad records, where data.bad_records is skip
+    left_out: int = 0  # empty documents
+    tokens: int = 0  # without padding
+    padding: int = 0
+    sequences: int = 0
     exercises: int = 0  # pieces of text with facts and questions (data.retrieval)
 
 

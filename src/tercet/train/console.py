@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
 from tercet.doctor.memory import as_stage_fields, largest_stage, shortage, step_memory
 from tercet.errors import TercetError, UsageError, is_out_of_memory
-from tercet.model.cost import flops_per_token, parameters, selector_parameters
+from tercet.model.cost import parameters, selector_parameters
 from tercet.parallel.strategy import Strategy
 from tercet.telemetry.event_log import EventLog, read_events
 from tercet.telemetry.events import RunEnded
@@ -43,6 +42,7 @@ from tercet.telemetry.units import duration, passes_of, plural, quantity, size
 from tercet.train import manifest
 from tercet.train.device import device_name
 from tercet.train.run_folder import RunFolder
+from tercet.train.stages import step_flops
 from tercet.train.state import TrainState, cuda_graph_problem, uses_compile, uses_cuda_graph
 
 METRICS = "metrics.json"
@@ -174,11 +174,6 @@ def _speed(config: RunConfig, device: torch.device, strategy: Strategy) -> float
     return None if peak is None else peak * GPU_UTILISATION * strategy.world_size
 
 
-def _step_flops(stage: RunConfig) -> float:
-    only = stage.train.selector.only
-    return stage.train.tokens_per_step * flops_per_token(stage.model, stage.data.seq_len, selectors_only=only)
-
-
 def _time_lines(
     config: RunConfig, state: TrainState, device: torch.device, strategy: Strategy
 ) -> Iterator[tuple[str, str]]:
@@ -187,13 +182,12 @@ def _time_lines(
     if speed is None:
         yield "time", "estimated after the first log lines"
         return
-    ends = pairwise((0, *config.train.stage_ends))
-    steps = [max(0, last - max(first, state.step)) for first, last in ends]
-    seconds = sum(n * _step_flops(stage) for n, stage in zip(steps, config.stages, strict=True)) / speed
+    stages = zip(config.train.stage_ends, config.train.stage_steps, config.stages, strict=True)
+    flops = sum(min(steps, max(0, last - state.step)) * step_flops(stage) for last, steps, stage in stages)
     share = GPU_UTILISATION if device.type == "cuda" else CPU_UTILISATION
-    yield "time", f"about {duration(seconds)}, if steps reach {share:.0%} of the device's peak"
+    yield "time", f"about {duration(flops / speed)}, if steps reach {share:.0%} of the device's peak"
     stage = config.at_step(state.step + 1)
-    if (step := _step_flops(stage) / speed) > ANNOUNCED_STEP and state.step < config.train.steps:
+    if (step := step_flops(stage) / speed) > ANNOUNCED_STEP and state.step < config.train.steps:
         less = f": for shorter ones, use --train.tokens_per_step {stage.tokens_per_pass}" * (stage.accumulation > 1)
         yield "note", f"the first step will take about {duration(step)}{less}"
 

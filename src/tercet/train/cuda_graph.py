@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,7 +35,7 @@ from tercet.model.layer import AttentionLayer
 from tercet.model.selecting import SelectingLayer
 from tercet.parallel.strategy import Single
 from tercet.train.graph_choice import GraphChoice
-from tercet.train.step import MicroBatch, autocast, loss_sum, run_eager
+from tercet.train.step import MicroBatch, Phase, Progress, autocast, loss_sum, run_eager
 
 MIN_CAPACITY = 16
 # The first pass compiles; the second adds to existing gradients, which is different code.
@@ -250,11 +249,7 @@ class StepGraph:
         return failures
 
     def run(
-        self,
-        batches: Sequence[MicroBatch],
-        scale: Tensor,
-        phase: Callable[[str], AbstractContextManager[None]],
-        progress: Callable[[int, int], None] | None = None,
+        self, batches: Sequence[MicroBatch], scale: Tensor, phase: Phase, progress: Progress | None = None
     ) -> Tensor:
         """See StepExecutor. Only capturing waits for the device, and the choice once."""
         if self.choice is not None and not self.choice.uses_graph(batches):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 
 from tercet.config.schema import RunConfig
 from tercet.data.loader import Loader
@@ -53,18 +52,19 @@ class Stages:
         """The start of the current stage; None without train.stages."""
         if not self._run.train.stages:
             return None
-        starts, config, work = (0, *self._run.train.stage_ends), self.config, work_of_stages(self._run)
+        train, config, stages = self._run.train, self.config, self._run.stages
+        later = zip(train.stage_steps[self.index + 1 :], stages[self.index + 1 :], strict=True)
         return StageStarted(
-            step=starts[self.index],
+            step=self.last_step - train.stage_steps[self.index],
             stage=self.index + 1,
-            stages=len(self._run.train.stages),
+            stages=len(stages),
             last_step=self.last_step,
             seq_len=config.data.seq_len,
             micro_batch=config.train.micro_batch,
             tokens_per_step=config.train.tokens_per_step,
             accumulation=config.accumulation,
             rope_theta=config.model.rope_theta,
-            later_steps=sum(work[self.index + 1 :]) * (self.last_step - starts[self.index]) / work[self.index],
+            later_steps=sum(steps * step_flops(stage) for steps, stage in later) / step_flops(config),
         )
 
 
@@ -77,12 +77,7 @@ def check_stage_data(run: RunConfig, tokenizer: Tokenizer) -> None:
                 make_task(part.synthetic, length, tokenizer.vocab_size, tokenizer.eos_id)
 
 
-def work_of_stages(run: RunConfig) -> list[float]:
-    """FLOPs of each stage."""
-    steps = [last - first for first, last in pairwise((0, *run.train.stage_ends))]
-    return [
-        n
-        * stage.train.tokens_per_step
-        * flops_per_token(stage.model, stage.data.seq_len, selectors_only=stage.train.selector.only)
-        for n, stage in zip(steps, run.stages, strict=True)
-    ]
+def step_flops(stage: RunConfig) -> float:
+    """FLOPs of one step."""
+    only = stage.train.selector.only
+    return stage.train.tokens_per_step * flops_per_token(stage.model, stage.data.seq_len, selectors_only=only)

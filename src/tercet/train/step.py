@@ -37,9 +37,7 @@ class StepBatches:
         self._batches: Iterator[Batch] = iter(loader)
         self._accumulation = accumulation
         self.cursor = cursor  # goes into the checkpoint
-        self.epoch = 0
-        self.stats: LoaderStats | None = None
-        self.bad_records = 0
+        self.stats = LoaderStats()
 
     def continue_with(self, loader: Iterable[Batch], accumulation: int) -> None:
         """Read the following steps from a loader that starts at the cursor."""
@@ -50,9 +48,7 @@ class StepBatches:
         batches = list(itertools.islice(self._batches, self._accumulation))
         if batches:
             self.cursor = batches[-1].state
-            self.epoch = batches[-1].stats.epoch
             self.stats = batches[-1].stats
-            self.bad_records = batches[-1].stats.skipped
         return batches
 
 
@@ -70,27 +66,21 @@ def to_device(batch: Batch, device: torch.device, strategy: Strategy | None = No
     return MicroBatch(tokens, targets, documents, max_seqlen)
 
 
-class PhaseObserver(Protocol):
-    """Times the phases of a step."""
+# Called with the index and number of each micro-batch
+Progress = Callable[[int, int], None]
+# Times a phase of a step: forward, backward (or both as `passes`), optimizer or communication
+Phase = Callable[[str], AbstractContextManager[None]]
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Wraps forward, backward (or both as `passes`), optimizer, or communication."""
 
-
-class NoObserver:
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
+def untimed(phase: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class StepExecutor(Protocol):
     """Alternative executor for forward and backward, e.g. CUDA graph replay (cuda_graph.py)."""
 
     def run(
-        self,
-        batches: Sequence[MicroBatch],
-        scale: Tensor,
-        phase: Callable[[str], AbstractContextManager[None]],
-        progress: Callable[[int, int], None] | None = None,
+        self, batches: Sequence[MicroBatch], scale: Tensor, phase: Phase, progress: Progress | None = None
     ) -> Tensor:
         """Returns the summed loss of all micro-batches; leaves the gradients of loss × scale in `.grad`."""
 
@@ -127,16 +117,15 @@ def train_step(
     precision: str,
     guard: NonFiniteGuard,
     strategy: Strategy,
-    observer: PhaseObserver | None = None,
+    phase: Phase = untimed,
     executor: StepExecutor | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> StepResult:
-    """One update over all micro-batches. `progress` is called with the index and number of each.
+    """One update over all micro-batches.
 
     The loss is normalised by the number of targets in the whole step on all ranks, not per micro-batch: packed
     documents leave a different number of targets in each, so a mean of means would weight them unequally.
     """
-    phase = (observer or NoObserver()).phase
     targets = torch.stack([(b.targets != IGNORED_TARGET).sum() for b in batches]).sum()
     with phase("communication"):
         targets = strategy.all_sum(targets).clamp(min=1)
@@ -162,8 +151,8 @@ def run_eager(
     scale: Tensor,
     precision: str,
     strategy: Strategy,
-    phase: Callable[[str], AbstractContextManager[None]],
-    progress: Callable[[int, int], None] | None = None,
+    phase: Phase,
+    progress: Progress | None = None,
 ) -> Tensor:
     """The default for StepExecutor.run: forward and backward of one micro-batch after another."""
     device = batches[0].tokens.device

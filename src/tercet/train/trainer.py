@@ -19,7 +19,6 @@ from tercet.data.stream import StoppedWaiting
 from tercet.data.tokenizers import Tokenizer
 from tercet.doctor.examine import examine_before_training
 from tercet.errors import TercetError
-from tercet.model.cost import flops_per_token
 from tercet.model.sampling import INVALID_TOKEN
 from tercet.parallel.failure import PeerFailed
 from tercet.parallel.launch import Launch
@@ -53,7 +52,7 @@ from tercet.train.optim import learning_rate
 from tercet.train.ranks import join_run, rank_context
 from tercet.train.resume import abandon_later, check_requirements, find_start, load_run_tokenizer
 from tercet.train.run_folder import FILE_LISTS, RunFolder
-from tercet.train.stages import Stages, check_stage_data
+from tercet.train.stages import Stages, check_stage_data, step_flops
 from tercet.train.state import TrainState, build_state, set_teacher
 from tercet.train.step import StepBatches, to_device, train_step
 from tercet.train.validate import Validation, check_validation_data, sample_text
@@ -96,7 +95,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         # A run without a step left keeps the description of the steps that it made.
         if strategy.rank == 0 and (start is None or forked or state.step < config.train.steps):
             folder.describe(config, origins, environment(device, device_name(device)), tokenizer)
-            save_file_lists(folder.path / FILE_LISTS, loader.files)
+            save_file_lists(folder.path / FILE_LISTS, loader.stream.files)
         superseded, damaged = rewind(folder.path, strategy.rank, state.step)
         log = stack.enter_context(closing(EventLog(folder.path, strategy.rank)))
         beat = stack.enter_context(closing(Heartbeat(folder.path, strategy.rank, config.log.heartbeat_seconds)))
@@ -115,7 +114,8 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         )
         log.emit(run_started(config, state, strategy, start.path if start else None, superseded))
         emptied = strategy.rank == 0 and start is not None and not forked and not past
-        for text in (*_lost_events(log, damaged, emptied, state.step), *(loader.held_out if start is None else ())):
+        notes = [*_lost_events(log, damaged, emptied, state.step), *(loader.stream.held_out if start is None else ())]
+        for text in notes:
             log.emit(events.Noted(step=state.step, text=text))
         if doctor_report is not None:
             log.emit(replace(doctor_report, step=state.step, time=time.time()))  # in the order of the log
@@ -244,7 +244,8 @@ class Trainer:
             # All ranks are between two steps here, so they can save together.
             if self.strategy.any_rank(self.stop.signal is not None or error is not None):
                 if not self.strategy.any_rank(error is not None):
-                    return self._interrupted()
+                    reason, number = self.stop.reason or "a signal on another rank", self.stop.signal or 15
+                    return "interrupted", reason, 128 + number
                 self.saver.save_after_error(self.screen)
                 raise error or PeerFailed("another rank could not read its data", reported_elsewhere=True)
             if not batches:
@@ -252,9 +253,6 @@ class Trainer:
             self._step(batches)
             self._after_step()
         return "completed", "all steps done", 0
-
-    def _interrupted(self) -> tuple[str, str, int]:
-        return "interrupted", self.stop.reason or "a signal on another rank", 128 + (self.stop.signal or 15)
 
     def _next_batches(self) -> tuple[list[Batch], Exception | None]:
         """The batches of the next step, or why there are none; neither after a signal."""
@@ -287,10 +285,10 @@ class Trainer:
             self.observer.observe(event)
 
     def _log_io_retries(self) -> None:
-        messages = self.loader.io_retries
-        for message in messages[self._io_retries :]:
+        messages = self.loader.stream.io_retries[self._io_retries :]
+        for message in messages:
             self.log.emit(events.Noted(step=self.state.step, text=f"warning: {message}"))
-        self._io_retries = len(messages)
+        self._io_retries += len(messages)
 
     def _step(self, batches: list[Batch]) -> None:
         state, config = self.state, self.config.train
@@ -309,7 +307,7 @@ class Trainer:
             precision=config.precision,
             guard=state.guard,
             strategy=self.strategy,
-            observer=self.observer,
+            phase=self.observer.phase,
             executor=state.graph if step >= config.selector.all_until else None,  # a graph holds one teacher
             progress=self.screen.micro_batch,
         )
@@ -396,8 +394,8 @@ class Trainer:
             mfu=self._mfu(speed),
             memory_gib=peak_memory_gib(state.device, state.held_bytes),
             skipped=state.guard.total(),
-            epoch=self.batches.epoch,
-            bad_records=self.batches.bad_records,
+            epoch=self.batches.stats.epoch,
+            bad_records=self.batches.stats.skipped,
             first_step=measured[0].step,
             losses=[m.loss for m in measured],
             grad_norms=[m.grad_norm for m in measured],
@@ -415,9 +413,8 @@ class Trainer:
         """None if the device's peak is unknown."""
         if not self._peak:
             return None
-        stage = self.stage
-        flops = flops_per_token(stage.model, stage.data.seq_len, selectors_only=stage.train.selector.only)
-        return flops * tokens_per_s / (self._peak * self.strategy.world_size)
+        flops_per_token = step_flops(self.stage) / self.stage.train.tokens_per_step
+        return flops_per_token * tokens_per_s / (self._peak * self.strategy.world_size)
 
     def _halt(self, step: int, skipped: int) -> None:
         """Dump `step` and stop. The weights have been frozen since that step, so the dump reproduces it."""
@@ -510,7 +507,7 @@ class Trainer:
         if self.strategy.rank == 0:
             print_summary(
                 self.screen, self.config, self.folder, state, self._start, completed=completed, reason=reason,
-                bad_records=self.batches.bad_records, bad_examples=self.loader.bad_records,
+                bad_records=self.batches.stats.skipped, bad_examples=self.loader.stream.bad_records,
             )  # fmt: skip
 
     def _log_end(self, outcome: str, reason: str) -> None:
