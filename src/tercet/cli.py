@@ -214,7 +214,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _train(arguments: list[str]) -> int:
     """Train a model. Start with `tercet train --preset tiny`. `tercet plan` takes the same options and estimates the
-    cost. The run folder keeps config.toml, which --config repeats, and checkpoints, which --resume auto continues."""
+    cost. Repeat a run with --config RUN/config.toml; continue it with --run.dir RUN --resume auto."""
     loaded, options = _load(TrainOptions, arguments, "train", _train.__doc__)
     source = loaded.config.train.init_from
     if source is not None and options.resume is None and not Path(source).exists():
@@ -241,7 +241,7 @@ def _plan(arguments: list[str]) -> int:
         print(json.dumps(plan.as_dict()))
     else:
         if options.preset is None and options.config is None:
-            print(f"{'config':<11} the default one, since neither --preset nor --config is given")
+            print(f"{'config':<11} default, since neither --preset nor --config is given")
         print(printable("\n".join(render(loaded.config, plan))))
     return 0
 
@@ -407,7 +407,7 @@ def _resumed_config(resume: str | None, folder: str | None) -> str | None:
 
 
 def _check_resume(resume: str | None) -> None:
-    fix = "give auto (the newest checkpoint in --run.dir), or the folder of a run or of one of its checkpoints"
+    fix = "give auto (the newest checkpoint in --run.dir), a run folder or a checkpoint folder"
     if resume is not None and not resume.strip():
         raise _usage(f"--resume {resume!r} is empty: {fix}")
     if resume is not None and resume != "auto" and Path(resume).is_file():
@@ -429,7 +429,7 @@ def _no_configuration(resume: str | None, folder: str | None) -> str:
     given, where = ("auto", str(folder)) if resume == "auto" else (resume, resume)
     why = "does not exist" if not Path(where).exists() else "has no config.toml"
     return (
-        f"--resume {given}: there is no run to resume at {where}, which {why}: give a run folder, or start a new run "
+        f"--resume {given}: there is no run to resume at {where}, which {why}: pass a run folder, or start a new run "
         f"with `{hints.train_preset(run_dir=folder or 'runs/NAME')}` ({presets})"
     )
 

@@ -158,7 +158,7 @@ def test_padding_rows_of_the_vocabulary_are_never_sampled():
         ("a\0b", {}, "has a zero byte at 1"),
         ("a\udcffb", {}, "not valid UTF-8: character 1 ('\\udcff')"),
         ([{"role": "user"}], {}, "the prompt is dict: give text or a list of token IDs"),
-        ("x" * 120, {}, "has 120 tokens, with max_new_tokens=16 that is 136, over the context of 128"),
+        ("x" * 120, {}, "has 120 tokens; with max_new_tokens=16 that makes 136, over the context of 128"),
         ("abc", {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
         ("abc", {"temperature": -1}, "temperature=-1 must be at least 0"),
         ("abc", {"top_p": 0}, "top_p=0 must be above 0"),

@@ -199,7 +199,7 @@ def test_the_command_writes_one_file_and_says_how_to_load_it(tmp_path, capsys):
     assert "--data.path YOUR-TEXTS" in said
     assert "equal to the dense model up to 2,000 tokens" in said
     assert "still dense in sequences of" in said
-    assert "to train the choice of blocks, use longer ones" in said
+    assert "use a longer --data.seq_len" in said
     assert "import it with --selector learned" in said
     longer = ["--attention", "block-sparse", "--dense_below", "2000", "--seq_len", "4000"]
     assert cli.main(["import", "hf", source, str(tmp_path / "longer"), *longer]) == 0
@@ -232,11 +232,11 @@ def test_an_import_with_new_selectors_says_how_to_train_them_first(tmp_path, cap
     [
         ("gpt2", {}, "pick one of tercet, llama"),
         ("llama", {"attention": "nsa"}, "model.attention=nsa cannot be exported"),
-        ("llama", {"qk_norm": True}, "qwen3 has norms"),
-        ("qwen3", {}, "qwen3 has norms"),
+        ("llama", {"qk_norm": True}, "qwen3 normalises"),
+        ("qwen3", {}, "qwen3 normalises"),
         ("qwen2", {}, "use --format llama"),
         ("mistral", {"attention_bias": True}, "use --format llama"),
-        ("llama", {"value_dim": 32}, "values must be as large as keys"),
+        ("llama", {"value_dim": 32}, "value heads must be as large as key heads"),
     ],
 )
 def test_models_that_are_not_of_the_family_are_refused(family: str, changes: dict[str, object], words: str):

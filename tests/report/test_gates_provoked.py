@@ -254,11 +254,11 @@ def test_a_few_layers_with_a_dead_branch_are_go_and_many_are_no_go(healthy, tmp_
     assert told.verdict == "GO"
     assert layers == 2
     assert "1 of 2 layers" in told.sentence
-    assert "layer 0 does not (50% of the layers" in told.sentence
+    assert "layer 0 does not (allowed in 50%" in told.sentence
     assert "all 2 layers" in selection_gate(ran, [], one_in_all).sentence
     everywhere = selection_gate(ran, [dead(1), dead(0)], Thresholds(40, lone_branch_layers=1.0))
     assert "0 of 2 layers" in everywhere.sentence
-    assert "layers 0, 1 do not (100% of the layers" in everywhere.sentence
+    assert "layers 0, 1 do not (allowed in 100%" in everywhere.sentence
     assert ("dead branch", f"{dead(0).sentence} from step 30 on: 1 of {layers} layers") in told.evidence
     assert selection_gate(ran, [dead(0), dead(1)], one_in_all).verdict == "NO-GO"
     assert selection_gate(ran, [dead(0)], Thresholds(40, lone_branch_layers=0)).verdict == "NO-GO"
@@ -291,7 +291,7 @@ def test_selectors_that_choose_at_random_are_no_go(healthy, tmp_path):
     assert gate_of(0.6, 0.5).verdict == "GO"
     told = gate_of(0.6, 0.31)
     assert told.verdict == "NO-GO"
-    assert "layers 1 choose no better than at random" in told.sentence
+    assert "layers 1 are no better than a random choice" in told.sentence
     limits = Thresholds(500, lone_branch_layers=1.0)
     assert gate_of(0.6, 0.31).verdict == "NOT TESTED"  # selectors start at random: a short run cannot fail by it
     limits = Thresholds(40, lone_branch_layers=1.0)
@@ -306,9 +306,9 @@ def test_selection_is_not_applicable_if_every_query_reads_all_blocks(healthy):
         ran = dataclasses.replace(healthy, config={**healthy.config, "model.gate": "none", **config})
         return selection_gate(ran, list(findings), Thresholds(40))
 
-    assert told().sentence == "all 2 layers choose their blocks"
+    assert told().sentence == "no stuck selection in 2 layers"
     one = {"model.attention": ["nsa", "dense"]}
-    assert told(**one).sentence == "the only sparse layer chooses its blocks"
+    assert told(**one).sentence == "no stuck selection in 1 layer"
     short = {"data.seq_len": 40}  # 5 blocks of 8 tokens
     stuck = HealthFired(step=9, rule="selection_stuck", action="warn", sentence="", value=1, threshold=1, layer=0)
     assert told([stuck]).verdict == "NO-GO"

@@ -214,7 +214,7 @@ def test_a_damaged_init_from_is_one_line(done: Path, tmp_path: Path, config: obj
 def test_selectors_cannot_start_from_some_that_rotate_other_channels(tmp_path: Path) -> None:
     first = small(run__dir=str(tmp_path / "first"), model__selector="learned", model__selector_rotary=0, train__steps=1)
     assert train(first) == 0
-    with pytest.raises(TercetError, match=r"rotate 16 channels, and .* learned with 0: use --model.selector_rotary 0"):
+    with pytest.raises(TercetError, match=r"rotate 16 channels, and .* with 0: use --model.selector_rotary 0"):
         train_small(tmp_path / "second", model__selector="learned", train__init_from=first.run.dir)
 
 

@@ -61,7 +61,7 @@ def check_branches(branches: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class NSAConfig:
-    """Sizes of the three branches, validated on construction.
+    """Block sizes of the three branches.
 
     Compressed token i covers tokens [i·d, i·d + l); selection block j covers [j·l', (j+1)·l').
     """

@@ -210,10 +210,9 @@ class DataConfig(SourceConfig):
     cannot be read for another reason (disk, network) are retried for 15 seconds, then an error."""
 
     accept_changes: bool = False
-    """If data files have changed since the checkpoint, a resumed run reads them as they are now instead of stopping.
-    Not saved in config.toml. Reading continues at the same position: if files were only repaired, all others keep their
-    place. If files were added or removed, the new list is shuffled again: in the current epoch some documents are read
-    twice and others not at all; later epochs read each once."""
+    """Resume even if data files have changed since the checkpoint, and read them as they are now, from the same
+    position. After repairs all other documents keep their place. If files were added or removed, the order changes: in
+    the current epoch some documents are read twice and others not at all. Not saved in config.toml."""
 
     max_lost_text: float = Field(default=0.01, ge=0, le=1)
     """Largest share of characters that the tokenizer may lose, checked on the first documents; more is an error.

@@ -55,7 +55,7 @@ def timed(check: str, run: Callable[[], Finding]) -> Finding:
         found = run()
     except Exception as error:
         text = " ".join(str(error).split())[:300]
-        found = Finding(check, FAILED, f"{type(error).__name__}: {text}", "fix what the error names, then run it again")
+        found = Finding(check, FAILED, f"{type(error).__name__}: {text}", "fix the cause, then run it again")
     return replace(found, check=check, seconds=time.perf_counter() - start)
 
 
@@ -108,7 +108,7 @@ def logging(config: LogConfig) -> Finding:
     if config.tensorboard == "auto" and not tensorboard_wanted("auto"):
         return Finding("logging", OK, "CSV and JSON; TensorBoard is not installed, so runs have no tb/")
     extra = [name for name, on in (("TensorBoard", config.tensorboard), ("W&B", config.wandb)) if on]
-    return Finding("logging", OK, " and ".join(["CSV", "JSON", *extra]))
+    return Finding("logging", OK, ", ".join(["CSV", "JSON", *extra]))
 
 
 def device(wanted: str = "auto") -> Finding:

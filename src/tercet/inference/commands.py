@@ -110,7 +110,7 @@ def _converse(answer: Callable[[str, int], None]) -> None:
     """Read prompts line by line and answer each, until the end of the input or Ctrl-C."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history in `input`)
-    print("Each line is a new prompt (--prompt TEXT gives one on the command line). Ctrl-D ends.", file=sys.stderr)
+    print("Each line is a prompt; Ctrl-D ends. (Or pass one with --prompt TEXT.)", file=sys.stderr)
     turn = 0
     while True:
         try:

@@ -94,7 +94,7 @@ def context(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> int:
-    """Loss of the last tokens of long validation documents, by how much context the model reads before them.
+    """Loss of the last tokens of long validation documents, by the length of the context before them.
 
     Args:
         lengths: Tokens to read, including the scored ones; default: an eighth to all of the model's context.
@@ -419,7 +419,7 @@ def selections(
 
     Args:
         out: The file to write, .npz.
-        length: Tokens of the sequence; shorter benchmarks read its beginning. Default: what the model was trained with.
+        length: Tokens of the sequence; shorter benchmarks read its beginning. Default: the training length.
         layers: Number of layers to record, evenly spaced; default: 4, or all if there are fewer.
         kv_heads: Number of KV heads to record in each; default: all.
     """

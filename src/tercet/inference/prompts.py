@@ -46,7 +46,7 @@ def required_context(rows: list[list[int]], max_new_tokens: int, context: int | 
         name = _names(len(rows))[sizes.index(longest)]
         fits = f"ask for at most {context - longest} new tokens, " if longest < context else "shorten it, "
         raise PromptError(
-            f"{name} has {longest} tokens, with max_new_tokens={max_new_tokens} that is {needed}, "
+            f"{name} has {longest} tokens; with max_new_tokens={max_new_tokens} that makes {needed}, "
             f"over the context of {context} the model was trained with: {fits}"
             f"or set context={needed} (--context {needed}) to go beyond it"
         )

@@ -137,8 +137,8 @@ def _sequence(model: LanguageModel, length: int) -> Batch:
             return batch
     if first is None:
         raise UsageError(
-            f"--length {length} is more than the {most} tokens of text that the longest validation sequence has: give "
-            "at most that"
+            f"--length {length} is more than the longest validation sequence, which has {most} tokens of text: give "
+            f"at most {most}"
         )
     return first
 

@@ -27,7 +27,7 @@ def hf(
     seq_len: int | None = None,
     seed: int = 1337,
 ) -> int:
-    """Import a dense Llama- or Qwen-style checkpoint, or an export of Tercet, to continue training from it.
+    """Import a dense Llama- or Qwen-style checkpoint, or a Tercet export, to continue training from it.
 
     Args:
         source: Folder with config.json and safetensors.
@@ -89,11 +89,11 @@ def hf(
         print(f"{gates}equal to the dense model up to {imported.exact_length:,} tokens")
         length = imported.run.data.seq_len
         if model.gate == "none" and length <= imported.exact_length and not two_stages:
-            print(f"attention is still dense in sequences of {length:,} tokens: to train the choice of blocks, use "
-                  f"longer ones with --data.seq_len, or import with --seq_len")  # fmt: skip
+            print(f"attention is still dense in sequences of {length:,} tokens: to train it sparse, use a longer "
+                  "--data.seq_len, or import with --seq_len")  # fmt: skip
         if model.gate == "none" and model.selector == "compressed":
             print("blocks are chosen by the means of their keys: if you can train the model, import it with --selector "
-                  "learned, which finds far more in long texts")  # fmt: skip
+                  "learned, which retrieves far more from long texts")  # fmt: skip
     if not (source / "tokenizer.json").is_file():
         print(f"warning: {source} has no tokenizer.json, so {out} uses the byte tokenizer, whose tokens are not this "
               "model's: add the file and import again, or train with --data.tokenizer", file=sys.stderr)  # fmt: skip
@@ -102,8 +102,8 @@ def hf(
         if imported.run.nothing_to_choose:  # the sequences are too short: selectors were checked above
             block, reach = model.nsa.select_block, max(model.nsa.selected_tokens, model.dense_below)
             length, longer = imported.run.data.seq_len, -(-2 * reach // block) * block
-            print(f"attention is still dense in sequences of {length:,} tokens: the commands use {longer:,}, where "
-                  "there are blocks to choose")  # fmt: skip
+            print(f"attention is still dense in sequences of {length:,} tokens: the commands below use {longer:,}, "
+                  "where queries choose blocks")  # fmt: skip
             written = batch_settings(length)
             flags |= {key: str(value) for key, value in batch_settings(longer).items() if value != written[key]}
         alone = flags | {"run.dir": "warmup", "train.selector.only": "true", "train.lr": "1e-3", "train.steps": 500}

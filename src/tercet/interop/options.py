@@ -82,8 +82,8 @@ def check_family(config: ModelConfig, family: str) -> None:
             kinds <= {"dense", "nsa"} and ("nsa" not in kinds or config.gate == "none"),
             "only dense and block-sparse (model.gate = none) layers have a dense model's weights",
         ),
-        "value_dim": (config.head_value_dim == config.head_dim, "values must be as large as keys"),
-        "qk_norm": (config.qk_norm == (family == "qwen3"), "qwen3 has norms of queries and keys, the others do not"),
+        "value_dim": (config.head_value_dim == config.head_dim, "value heads must be as large as key heads"),
+        "qk_norm": (config.qk_norm == (family == "qwen3"), "qwen3 normalises queries and keys, the others do not"),
         "attention_bias": (
             config.attention_bias or family != "qwen2",
             "qwen2 has biases of queries, keys and values; use --format llama",

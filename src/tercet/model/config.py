@@ -73,7 +73,7 @@ def is_all_dense(attention: object) -> bool:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Which RoPE channels model.rope_scaling applies to, validated on construction."""
+    """RoPE channels that model.rope_scaling applies to."""
 
     type: RopeType = "linear"
     """linear: all channels. llama3 and yarn, as in models of these names: low-frequency channels only; high-frequency

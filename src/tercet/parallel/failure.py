@@ -71,7 +71,7 @@ class FailureMonitor:
             if not _is_collective_error(error):
                 return error
             # The store lives in torchrun's first agent, or in rank 0 if agents do not share theirs.
-            cause = f"{self._describe_silent(0, None)}, and the store that ranks communicate through went with it"
+            cause = f"{self._describe_silent(0, None)}, and with it the store that ranks communicate through"
         return self._peer_failed(cause, _summary(error), reported_elsewhere=reported_elsewhere)
 
     def wait_for(self, done: Callable[[float], bool], limit: float) -> None:
@@ -158,7 +158,7 @@ class FailureMonitor:
             state = Path(f"/proc/{member['pid']}/stat").read_text().rsplit(")", 1)[1].split()[0]
         except OSError:
             return _GONE
-        return {"T": "is stopped (SIGSTOP)", "Z": _GONE}.get(state, "is stuck: its threads do not run")
+        return {"T": "is stopped (SIGSTOP)", "Z": _GONE}.get(state, "is stuck: it sends no heartbeat")
 
     def _describe(self, rank: int) -> str:
         member = self._members[rank]

@@ -88,7 +88,7 @@ def _route_fix(reason: str) -> str:
 
 
 def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:
-    """Layers use their branches and choose their blocks.
+    """Layers use their branches, and their selection of blocks is not stuck.
 
     Layers specialise: in a well-trained model the first layer may read only its window. So a share of the layers may
     have a collapsed gate or a dead branch. A stuck selection always fails.
@@ -135,8 +135,7 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
         gate.not_tested(sampled, "train longer")
     gate.require_steps(run, limits)
     if not gated:
-        return gate.build("the only sparse layer chooses its blocks" if len(sparse) == 1 else
-                          f"all {len(sparse)} layers choose their blocks")  # fmt: skip
+        return gate.build(f"no stuck selection in {plural(len(sparse), 'layer')}")
     named = sorted(i for i in affected if i is not None)
     healthy = _healthy_layers(named, len(sparse), no_choice is None, limits)
     return gate.build(f"{healthy}; nothing to choose: {no_choice.reason}" if no_choice else healthy)
@@ -173,7 +172,7 @@ def _judge_selectors(run: Run, gate: GateBuilder, limits: Thresholds) -> None:
     ]
     if lost and learned and run.step >= limits.min_steps:
         gate.fail(
-            f"the learned selectors of layers {', '.join(map(str, lost))} choose no better than at random",
+            f"the learned selectors of layers {', '.join(map(str, lost))} are no better than a random choice",
             "raise train.selector.lr, or lower train.selector.every",
         )
 
@@ -199,11 +198,11 @@ def _add_layer_evidence(event: LayersObserved, sparse: list[int], gate: GateBuil
 
 
 def _healthy_layers(affected: list[int], layers: int, choose: bool, limits: Thresholds) -> str:
+    no_stuck = "; no stuck selection" * choose
     if not affected and layers == 1:
-        return "the only sparse layer uses all branches" + " and chooses its blocks" * choose
-    healthy = "use all branches" + " and choose their blocks" * choose
+        return f"the only sparse layer uses all branches{no_stuck}"
     if not affected:
-        return f"all {layers} layers {healthy}"
+        return f"all {layers} layers use all branches{no_stuck}"
     names = f"layer {affected[0]} does" if len(affected) == 1 else f"layers {', '.join(map(str, affected))} do"
-    allowed = f"{limits.lone_branch_layers:.0%} of the layers are allowed not to"
-    return f"{layers - len(affected)} of {layers} layers {healthy}; {names} not ({allowed})"
+    allowed = f"allowed in {limits.lone_branch_layers:.0%} of the layers"
+    return f"{layers - len(affected)} of {layers} layers use all branches, {names} not ({allowed}){no_stuck}"

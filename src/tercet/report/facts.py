@@ -268,7 +268,7 @@ def _describe(event: Event, rank: int) -> tuple[str, str, str] | None:
         if event.resumed_from:
             text = f"resumed from {event.resumed_from}"
         if event.superseded:
-            text += f"; {plural(event.superseded, 'later measurement')} set aside"
+            text += f"; {plural(event.superseded, 'later event')} superseded"
         return "", "started", text
     if rank:
         return None  # the same on every rank

@@ -116,7 +116,7 @@ def loss_plot(run: Run, findings: Sequence[HealthFired], baseline: Run | None = 
         axes.legend(loc="upper right", ncols=2)
 
     skipped = sum(len(e.steps) for e in run.of(StepsSkipped))
-    caption = "Line: mean of the last twentieth of the steps so far. Behind it: every step."
+    caption = "Line: mean of the last 5% of the steps so far. Behind it: every step."
     if limits is not None:
         caption += f" The initial descent from {run.steps[0].losses[0]:.2f} is cut off."
     if run.stages:

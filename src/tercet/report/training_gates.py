@@ -287,7 +287,7 @@ def _why_dense_may_be_faster(run: Run, limits: Thresholds) -> str:
         return ON_CPU
     seq_len = run.stages[-1].seq_len if run.stages else run.config.get("data.seq_len")
     if isinstance(seq_len, int) and seq_len < limits.dense_length:
-        return f"at {seq_len:,} tokens dense is the faster one: NSA can win from {limits.dense_length:,} on"
+        return f"at {seq_len:,} tokens dense is usually as fast or faster; compare from {limits.dense_length:,} on"
     return ""
 
 
@@ -334,7 +334,7 @@ def _check_saves(run: Run, saved: list[CheckpointSaved], limits: Thresholds, gat
     share = blocked / (total + blocked) if total else 0.0
     gate.add_evidence("standing still", f"{blocked:.2f} s in total ({100 * share:.2f}%)")
     if share > limits.checkpoint_blocked and run.step >= limits.min_steps:  # meaningless for a short run
-        gate.fail(f"{100 * share:.0f}% of the time was blocked on saves", "raise checkpoint.every, or async_save")
+        gate.fail(f"{100 * share:.0f}% of the time was blocked on saves", "raise checkpoint.every, or use async_save")
 
 
 def resume_command(folder: Path) -> str:
@@ -349,7 +349,7 @@ def data_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate
     """Real data, delivered in time, with a validation split."""
     gate = GateBuilder(
         "data",
-        f"a real data source, at most {100 * limits.data_wait:.0f}% of the time waiting for data, at most "
+        f"data that is not synthetic, at most {100 * limits.data_wait:.0f}% of the time waiting for data, at most "
         f"{100 * limits.bad_records:g}% bad records, a validation loss",
         "breakdown",
     )
@@ -454,10 +454,10 @@ def memory_fix(config: Mapping[str, Any]) -> str:
     mode = config.get("train.activation_checkpointing", "none")
     fixes = ["lower train.micro_batch"] if config.get("train.micro_batch", 2) > 1 else []
     fixes += [f"set train.activation_checkpointing={'full' if mode == 'selective' else 'selective'}"] * (mode != "full")
-    return ", or ".join(fixes) or "lower data.seq_len, or share the model with parallel.strategy=fsdp"
+    return ", or ".join(fixes) or "lower data.seq_len, or shard the model with parallel.strategy=fsdp"
 
 
 def data_fix(config: Mapping[str, Any]) -> str:
     """How to read data faster."""
     prepared = config.get("data.source") == "shards"
-    return "raise data.prefetch" + ("" if prepared else ", or tokenize ahead: tercet data prepare")
+    return "raise data.prefetch" + ("" if prepared else ", or tokenize in advance: tercet data prepare")

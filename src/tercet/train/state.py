@@ -206,7 +206,7 @@ def cuda_graph_problem(config: RunConfig, device: torch.device) -> str | None:
     if config.parallel.strategy != "single":
         return f"with parallel.strategy={config.parallel.strategy}: communication between ranks cannot be captured"
     if config.run.deterministic and config.train.cuda_graph == "auto":
-        return "with run.deterministic: the last bits would depend on a measured time"
+        return "with run.deterministic: auto depends on measured times, and a graph changes the last bits"
     return None
 
 
@@ -260,8 +260,8 @@ def _check_rotation(path: Path, saved: Mapping[str, Any], model: ModelConfig) ->
     now = rotated_channels(model.selector_dim, model.selector_rotary)
     if was != now:
         raise UsageError(
-            f"the learned selectors rotate {now} channels, and those of train.init_from={path} learned with {was}: "
-            f"use --model.selector_rotary {was}"
+            f"the learned selectors rotate {now} channels, and those in train.init_from={path} were trained with "
+            f"{was}: use --model.selector_rotary {was}"
         )
 
 
