@@ -22,7 +22,7 @@ def test_later_layers_win_and_origins_are_recorded(tmp_path):
     file = write(tmp_path, "[train]\nlr = 1e-3\nclip = 2\n[model.nsa]\nwindow = 256\n")
     loaded = load("m7c", file, {"train.lr": 5e-4})
     c = loaded.config
-    assert (c.train.lr, c.train.clip, c.model.nsa.window, c.train.warmup_steps) == (5e-4, 2.0, 256, 2000)
+    assert (c.train.lr, c.train.clip, c.model.nsa.window, c.train.warmup_steps) == (5e-4, 2.0, 256, 100)
     origins = {k: loaded.origins[k] for k in ("train.lr", "train.clip", "model.nsa.window", "train.warmup_steps")}
     assert origins == {
         "train.lr": "flag",
@@ -35,7 +35,7 @@ def test_later_layers_win_and_origins_are_recorded(tmp_path):
 
 
 def test_an_equal_value_in_a_later_layer_takes_its_origin():
-    loaded = load("m7c", None, {"train.lr": 2e-4})
+    loaded = load("m7c", None, {"train.lr": 1e-3})
     assert loaded.origins["train.lr"] == "flag"
 
 

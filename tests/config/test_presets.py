@@ -120,7 +120,7 @@ def test_m7c_has_the_m7c_sizes_except_for_window_and_block_selection():
     )  # fmt: skip
     assert (m.compression, m.compress_selected_keys) == ("mean", True)
     assert (t.steps, t.warmup_steps, t.lr, t.weight_decay, t.clip, t.schedule) == (
-        50000, 2000, 2e-4, 0.01, 1.0, "cosine",
+        50000, 100, 1e-3, 0.1, 1.0, "cosine",
     )  # fmt: skip
     assert (c.data.seq_len, c.run.seed, c.data.tokenizer) == (2048, 1337, "byte")
 
