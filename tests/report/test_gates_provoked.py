@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from pathlib import Path
 
 import torch
@@ -13,9 +14,17 @@ import tercet.train.step as step_module
 from tercet.report.attention_gates import selection_gate
 from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
-from tercet.report.training_gates import data_gate, stability_gate
+from tercet.report.training_gates import checkpoint_gate, data_gate, numerics_gate, stability_gate
 from tercet.report.verdict import judge
-from tercet.telemetry.events import CheckpointFailed, HealthFired, SelectorsObserved, StepLogged
+from tercet.telemetry.events import (
+    CheckpointFailed,
+    HealthFired,
+    LayersObserved,
+    SelectorsObserved,
+    Stalled,
+    StepLogged,
+    Validated,
+)
 from tercet.train import manifest
 from watched import FEW, copy, dense_baseline, each, even_clock, gate, run, verdict, without
 
@@ -121,6 +130,40 @@ def test_losses_are_compared_only_if_they_are_of_different_steps(healthy):
     assert "went from 2.300" in told(*falling[::-1])  # too few steps for a verdict
 
 
+def spike(step, threshold):
+    return HealthFired(step=step, rule="loss_spike", action="warn", sentence="", value=9.0, threshold=threshold)
+
+
+def test_a_loss_may_spike_once_if_it_recovers(healthy):
+    def verdict_of(*spikes):
+        return stability_gate(healthy, list(spikes), Thresholds(40)).verdict
+
+    assert verdict_of(spike(30, 99.0)) == "GO"
+    assert verdict_of(spike(30, 0.001)) == "NO-GO"  # the loss at the end is above the threshold
+    assert verdict_of(spike(30, 99.0), spike(40, 99.0)) == "NO-GO"
+
+
+def test_a_spike_soon_after_a_resume_is_no_go(healthy):
+    (resumed,) = (e.step for e in healthy.started if e.resumed_from is not None)
+    for step, expected in ((resumed, "GO"), (resumed + 10, "NO-GO"), (resumed + 11, "GO")):
+        limits = Thresholds(40, checkpoint_blocked=1.0)
+        assert checkpoint_gate(healthy, [spike(step, 99.0)], limits).verdict == expected
+
+
+def test_stalls_of_any_rank_are_no_go(healthy):
+    stall = Stalled(step=7, rank=1, doing="waiting for data", for_seconds=90, limit_seconds=30, dump="stacks.txt")
+    events = {**healthy.events, 1: [stall, dataclasses.replace(stall, over=True)]}
+    told = stability_gate(dataclasses.replace(healthy, events=events), [], Thresholds(40))
+    assert told.verdict == "NO-GO"
+    assert "stalled 1 time (rank 1, step 8, while waiting for data)" in told.sentence
+    assert "stacks.txt" in told.fix
+
+
+def test_a_silent_process_is_no_go(healthy):
+    told = stability_gate(dataclasses.replace(healthy, state="silent"), [], Thresholds(40))
+    assert (told.verdict, "heartbeat stopped" in told.sentence) == ("NO-GO", True)
+
+
 def on_gpu(healthy, folder: Path, route="triton", reason="", fallback=False):
     """The record as a GPU run would have left it."""
     routes = {"route": route, "reason": reason, "fallback": fallback}
@@ -211,6 +254,8 @@ def test_dense_may_be_faster_on_a_cpu_and_below_8k(healthy, tmp_path):
     assert throughput(ran, 8192).verdict == "NO-GO"
     assert throughput(ran, 4096, dense_ratio=0.9).verdict == "NO-GO"  # a stated ratio counts at any length
     assert gate(verdict(ran), "throughput").verdict == "NOT APPLICABLE"  # without a baseline
+    long = dataclasses.replace(ran, config={**ran.config, "data.seq_len": 8192})
+    assert gate(verdict(long), "throughput").verdict == "NOT TESTED"
     dense = dense_baseline(ran, tmp_path / "dense")
     assert gate(verdict(dense), "throughput").sentence == "this run is dense itself"
     assert gate(verdict(dense), "selection health").verdict == "NOT APPLICABLE"
@@ -230,6 +275,8 @@ def test_unchecked_kernels_are_not_tested_and_wrong_ones_are_no_go(healthy, tmp_
     disagree = each("doctor", verdict=lambda verdicts: [*verdicts[:-1], "failed"])
     assert gate(verdict(copy(found, tmp_path / "a", without("doctor"))), "numerics").verdict == "NOT TESTED"
     assert gate(verdict(copy(found, tmp_path / "b", disagree)), "numerics").verdict == "NO-GO"
+    skipped = each("doctor", verdict=lambda verdicts: [*verdicts[:-1], "not tested"])
+    assert gate(verdict(copy(found, tmp_path / "c", skipped)), "numerics").verdict == "NOT TESTED"
 
 
 def test_weights_stored_in_half_precision_are_no_go(healthy, tmp_path):
@@ -237,6 +284,23 @@ def test_weights_stored_in_half_precision_are_no_go(healthy, tmp_path):
     report = found.folder / "dtypes_report.txt"
     report.write_text(report.read_text().replace("parameters: float32", "parameters: bfloat16"))
     assert gate(verdict(read_run(found.folder)), "numerics").verdict == "NO-GO"
+
+
+def test_numbers_that_are_not_finite_are_no_go(healthy, tmp_path):
+    def changed(kind, **fields):
+        events = [dataclasses.replace(e, **fields) if isinstance(e, kind) else e for e in ran.events[0]]
+        return dataclasses.replace(ran, events={0: events})
+
+    ran = on_gpu(healthy, tmp_path / "run")
+    assert numerics_gate(ran, [], Thresholds(40)).verdict == "GO"
+    for kind, fields, words in (
+        (Validated, {"loss": math.nan}, "validation loss is not finite"),
+        (StepLogged, {"grad_norms": [math.inf]}, "gradient norms not finite"),
+    ):
+        told = numerics_gate(changed(kind, **fields), [], Thresholds(40))
+        assert (told.verdict, words in told.sentence) == ("NO-GO", True)
+    told = selection_gate(changed(LayersObserved, gate_entropy=[math.nan, 0.5]), [], Thresholds(40))
+    assert (told.verdict, "gates are not finite" in told.sentence) == ("NO-GO", True)
 
 
 def test_a_few_layers_with_a_dead_branch_are_go_and_many_are_no_go(healthy, tmp_path):

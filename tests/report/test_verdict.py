@@ -15,6 +15,7 @@ from tercet.errors import TercetError
 from tercet.report.commands import _summary
 from tercet.report.dense_baseline import baseline_mismatch
 from tercet.report.gates import Thresholds
+from tercet.report.integrity import contradictions
 from tercet.report.read import read_run
 from tercet.report.training_gates import data_fix, memory_fix
 from tercet.report.verdict import judge
@@ -125,24 +126,41 @@ def last(lines, kind):
     return next(line for line in reversed(lines) if line["kind"] == kind)
 
 
+def steps_of(lines):
+    return [line for line in lines if line["kind"] == "step"]
+
+
+def end_before_last_step(lines):
+    lines.append(lines.pop(lines.index(last(lines, "step"))))
+
+
 A_SECOND_RANK = each("run_started", world_size=2)
+# what happens to the events, and what the record gate finds; nothing where another gate finds it
 DAMAGES = {
-    "without its end": lambda lines: lines.pop(),
-    "without a step": lambda lines: lines.remove([line for line in lines if line["kind"] == "step"][7]),
-    "without its start": lambda lines: lines.pop(0),
-    "thirty steps called sixty": lambda lines: [
-        lines.remove(line) for line in [*lines] if line["step"] > 30 and line["kind"] != "run_ended"
-    ],
-    "a better loss": lambda lines: last(lines, "step").update(loss=0.01),
-    "more tokens": each("step", tokens=lambda tokens: 10 * tokens),
-    "faster": each("step", tokens_per_s=lambda speed: 3 * speed),
-    "repeated": lambda lines: lines.insert(-1, dict(last(lines, "step"))),
-    "backwards": lambda lines: lines[-1].update(time=lines[-1]["time"] - 3600),
-    "a second rank": A_SECOND_RANK,
-    "a longer plan": each("run_started", steps=5000),
-    "a word for a number": lambda lines: last(lines, "step").update(grad_norm="fine"),
-    "a word for a step": lambda lines: last(lines, "step").update(step="60"),
-    "a column too short": lambda lines: last(lines, "routes")["calls"].pop(),
+    "without its end": ("", lambda lines: lines.pop()),  # the stability gate reports a process that died
+    "without a step": ("are missing", lambda lines: lines.remove(steps_of(lines)[7])),
+    "without its start": ("does not begin with a run_started event", lambda lines: lines.pop(0)),
+    "thirty steps called sixty": (
+        "the log ends at step 30",
+        lambda lines: [lines.remove(line) for line in [*lines] if line["step"] > 30 and line["kind"] != "run_ended"],
+    ),
+    "a better loss": ("two different losses", lambda lines: last(lines, "step").update(loss=0.01)),
+    "a loss too few": ("has 1 losses", lambda lines: last(lines, "step")["losses"].pop()),
+    "more tokens": ("tokens do not fit", each("step", tokens=lambda tokens: 10 * tokens)),
+    "no new tokens": ("0 tokens do not fit", each("step", tokens=512)),
+    "faster": ("tokens per step, expected", each("step", tokens_per_s=lambda speed: 3 * speed)),
+    "repeated": ("are logged twice", lambda lines: lines.insert(-1, dict(last(lines, "step")))),
+    "backwards": ("timestamps go backwards", lambda lines: lines[-1].update(time=lines[-1]["time"] - 3600)),
+    "a second rank": ("rank 1 of 2 has no events", A_SECOND_RANK),
+    "a longer plan": ("config.toml has train.steps", each("run_started", steps=5000)),
+    "not all steps": ("all 5000 steps are done, but ended at step 60", each("run_started", steps=5000)),
+    "a shorter plan": ("beyond the run's 40 steps", each("run_started", steps=40)),
+    "a start in the middle": ("begins at step 7 without", lambda lines: lines[0].update(step=7)),
+    "a step after the end": ("steps after the end of the run", end_before_last_step),
+    "an end before": ("before its last logged step", lambda lines: lines[-1].update(step=50, outcome="interrupted")),
+    "a word for a number": ("", lambda lines: last(lines, "step").update(grad_norm="fine")),
+    "a word for a step": ("", lambda lines: last(lines, "step").update(step="60")),
+    "a column too short": ("", lambda lines: last(lines, "routes")["calls"].pop()),
 }
 
 
@@ -150,11 +168,14 @@ DAMAGES = {
 def test_a_record_that_is_cut_or_contradicts_itself_is_never_go(healthy, tmp_path, damage):
     # Everything else passes, so only the damage can stop it.
     limits = Thresholds(min_steps=1, tokens_per_s=1.0)
-    judged = judge(copy(healthy, tmp_path / "run", DAMAGES[damage]), limits=limits)
+    words, change = DAMAGES[damage]
+    found = copy(healthy, tmp_path / "run", change)
+    judged = judge(found, limits=limits)
     assert judged.verdict == "NO-GO"
-    if damage != "without its end":  # the stability gate reports a process that died
+    if damage != "without its end":
         assert gate(judged, "record").verdict == "NO-GO"
         assert "GO" not in verdicts(judged).values()
+        assert any(words in sentence for sentence in contradictions(found)), contradictions(found)
 
 
 def test_unreadable_lines_are_counted(healthy, tmp_path):
@@ -171,6 +192,12 @@ def test_a_missing_file_is_a_gap_in_the_record(healthy, tmp_path, name):
     found = copy(healthy, tmp_path / "run")
     (found.folder / name).unlink()
     assert gate(verdict(read_run(found.folder)), "record").verdict == "NO-GO"
+
+
+def test_a_damaged_training_csv_is_a_gap_in_the_record(healthy, tmp_path):
+    found = copy(healthy, tmp_path / "run")
+    (found.folder / "training.csv").write_text("step,loss\none,two\n")
+    assert "training.csv cannot be read" in gate(verdict(read_run(found.folder)), "record").sentence
 
 
 def test_metrics_that_contradict_the_events_are_found(healthy, tmp_path):
@@ -199,11 +226,26 @@ def test_a_rank_with_fewer_steps_is_reported(healthy, tmp_path):
     assert "rank 1 logged up to step" in gate(verdict(read_run(found.folder)), "record").sentence
 
 
-def test_a_checkpoint_with_a_truncated_file_is_no_go(healthy, tmp_path):
+def test_ranks_with_different_losses_are_reported(healthy, tmp_path):
+    found = copy(healthy, tmp_path / "run", A_SECOND_RANK)
+    other = copy(healthy, tmp_path / "other", A_SECOND_RANK, each("step", loss=2.0, losses=lambda x: [*x[:-1], 2.0]))
+    shutil.copy(other.folder / "events_rank0.jsonl", found.folder / "events_rank1.jsonl")
+    assert "logged different losses" in gate(verdict(read_run(found.folder)), "record").sentence
+
+
+CHECKPOINT_DAMAGES = {
+    "truncated": lambda folder: next(folder.glob("*.safetensors")).write_bytes(b""),
+    "without its manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "deleted": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("damage", CHECKPOINT_DAMAGES)
+def test_an_incomplete_checkpoint_is_no_go(healthy, tmp_path, damage):
     found = copy(healthy, tmp_path / "run")
-    newest = max((found.folder / "checkpoints").iterdir())
-    next(newest.glob("*.safetensors")).write_bytes(b"")
-    assert gate(verdict(read_run(found.folder)), "checkpoint and resume").verdict == "NO-GO"
+    CHECKPOINT_DAMAGES[damage](max((found.folder / "checkpoints").iterdir()))
+    told = gate(verdict(read_run(found.folder)), "checkpoint and resume")
+    assert (told.verdict, "newest checkpoint is incomplete" in told.sentence) == ("NO-GO", True)
 
 
 def test_a_folder_copied_without_its_checkpoints_is_not_tested(healthy, tmp_path):

@@ -97,7 +97,7 @@ def _check_interval(
     steps = event.step - event.first_step + 1
     # A run forked from another folder may begin in the middle of an interval logged there.
     forked = previous is None and started.resumed_from is not None and event.first_step <= expected
-    if event.first_step > expected and not forked:
+    if event.first_step > expected:
         found.append(f"steps {expected} to {event.first_step - 1} are missing")
     elif event.first_step < expected and not forked:
         found.append(f"steps {event.first_step} to {expected - 1} are logged twice")
