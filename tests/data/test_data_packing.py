@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tercet.config.data import DataConfig
 from tercet.data.packing import IGNORE, Packing, pack
-from tercet.data.stream import Document
+from tercet.data.stream import DataError, Document
 
 EOS = 0
 
@@ -144,3 +144,10 @@ def test_packing_resumes_after_every_batch(whole):
             assert np.array_equal(a.tokens, b.tokens)
             assert np.array_equal(a.targets, b.targets)
             assert a.stats == b.stats
+
+
+@pytest.mark.parametrize("left", [[], [[1, EOS]], [[1, 2, 3, EOS]]])
+def test_a_cursor_past_the_end_of_its_document_is_refused(left):
+    state = next(pack(ListStream([[*range(1, 20), EOS]]), packing(4, 1))).state
+    with pytest.raises(DataError, match="token 4 of a document that is now shorter"):
+        next(pack(ListStream(left), packing(4, 1), state))

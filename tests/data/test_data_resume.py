@@ -180,6 +180,17 @@ def test_a_damaged_cursor_is_one_line(damage, configs, read):
         read(configs["jsonl"], 1, state=state)
 
 
+def test_a_cursor_of_another_format_is_rejected(configs, read):
+    with pytest.raises(DataError, match="cursor has format 2, this version reads 1"):
+        read(configs["jsonl"], 1, state=read(configs["jsonl"], 1)[-1].state | {"format": 2})
+
+
+def test_a_cursor_past_the_end_of_its_block_is_rejected(configs, read):
+    state = read(configs["jsonl"], 1)[-1].state
+    with pytest.raises(DataError, match="cursor is at document 99 of a block that now has"):
+        read(configs["jsonl"], 1, state=state | {"cursor": state["cursor"] | {"at": 99}, "offset": 0})
+
+
 def test_an_indivisible_batch_is_rejected(configs):
     with pytest.raises(DataError, match="batch_sequences=6 is not a multiple of world_size=4: use 8"):
         build_loader(configs["jsonl"], seed=1, batch_sequences=6, world_size=4)

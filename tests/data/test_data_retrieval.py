@@ -7,17 +7,18 @@ import re
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tercet.config.data import DataConfig
 from tercet.config.load import ConfigError, load
-from tercet.data.exercises import ExerciseWriter, write_lines
+from tercet.data.exercises import ExerciseStream, ExerciseWriter, write_lines
 from tercet.data.inspect import describe
 from tercet.data.retrieval import HELD_OUT_WORDS, MODULUS, REMAINDER, TRAINING_WORDS, Draws
 from tercet.data.sources import open_stream
-from tercet.data.stream import DataError
+from tercet.data.stream import DataError, Document
 from tercet.data.tokenizers import ByteTokenizer, load_tokenizer
 from tercet.data.wordings import HELD_OUT_WORDINGS, TRAINING_WORDINGS, Pair
 
@@ -232,6 +233,14 @@ def test_the_share_holds_within_a_long_document(tmp_path, monkeypatch, read, ass
     written = np.concatenate([b.tokens.flatten() for b in read(data)])
     assert is_inside([t for t in plain.tolist() if t], written.tolist())
     assert_resumes(data, 60, sequences=3)
+
+
+def test_a_long_document_is_not_joined_with_those_before_it(monkeypatch):
+    monkeypatch.setattr("tercet.data.exercises.LONG_DOCUMENT", 2000)
+    documents = (Document(np.array([65] * n + [0], dtype=np.uint8), None, {}) for n in (100, 50, 3000, 50))
+    source = SimpleNamespace(documents=lambda cursor: documents)
+    stream = ExerciseStream(source, 0.9, 768, ByteTokenizer(), 0)
+    assert [len(document.tokens) for document in stream.documents()] == [101, 51, 3001, 51]
 
 
 @pytest.mark.usefixtures("one_wording")

@@ -62,6 +62,12 @@ def test_every_sequence_is_delivered_once_by_the_end_of_the_data(configs, read):
     assert len(mixed) - len(plain) < 4
 
 
+def test_data_may_end_with_a_block(tmp_path, configs, read):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{i:063}"}}\n' for i in range(8)))  # 64 tokens with EOS
+    changes = {"path": (str(tmp_path),), "validation_fraction": 0.0, "exhaustion": "stop"}
+    assert len(read(shuffled(configs["jsonl"], 4, **changes), sequences=2)) == 4
+
+
 @pytest.mark.parametrize("kind", [pytest.param("text", marks=pytest.mark.slow), "jsonl", "shards", "mixture"])
 def test_counts_equal_those_of_as_many_sequences_in_packing_order(kind, configs, read):
     """A block that spans ten epochs does not count as ten epochs read."""

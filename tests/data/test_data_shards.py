@@ -47,6 +47,19 @@ def test_the_shards_do_not_depend_on_the_number_of_workers(source, tmp_path, sma
     assert len([name for name in one if name.endswith("tokens.npy")]) > 5
 
 
+def test_exercises_are_not_written_to_shards(source, tmp_path):
+    with pytest.raises(DataUsageError, match="set it when training on them"):
+        prepare(source.model_copy(update={"retrieval": 0.5}), tmp_path / "shards", workers=1)
+
+
+def test_shards_of_another_format_are_rejected(source, tmp_path):
+    prepare(source, tmp_path, workers=1)
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 9'))
+    with pytest.raises(DataUsageError, match="format 9, this version reads 1"):
+        verify(tmp_path)
+
+
 def test_a_token_outside_the_vocabulary_is_named(source, tmp_path):
     prepare(source, tmp_path / "shards", workers=1)
     path = next((tmp_path / "shards").glob("*.tokens.npy"))

@@ -122,6 +122,19 @@ def test_too_few_documents_hold_out_the_end_of_the_text(tmp_path, kind, files, r
     assert read(data, 1, state=batches[2].state)[0].tokens.tolist() == batches[3].tokens.tolist()
 
 
+def test_a_long_line_is_held_out_in_whole_characters(tmp_path, read):
+    text = "x" + "é" * 1000
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    data = DataConfig(source="text", path=str(tmp_path), seq_len=64, exhaustion="stop", validation_fraction=0.0305)
+    assert int(0.0305 * len(text.encode())) % 2  # the cut is inside a character
+    train, held_out = (
+        bytes(t for batch in read(data, split=split) for t in batch.tokens.flatten().tolist() if t).decode()
+        for split in ("train", "validation")
+    )
+    assert train + held_out == text
+    assert held_out
+
+
 def test_a_run_that_read_everything_continues_to(tmp_path, read):
     """Version 0.1 held nothing out of a single document."""
     (tmp_path / "input.txt").write_text(lines_in(1)[0], encoding="utf-8")

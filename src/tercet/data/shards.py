@@ -101,8 +101,6 @@ class ShardStream:
             in_split = ends > starts
             words = describe_held_out(len(hashes), options.validation_fraction, held_out, f"{total:,} tokens")
             self.held_out = [f"{name}: {words}"]
-        elif options.split == "all":
-            in_split = np.ones(len(hashes), dtype=bool)
         else:
             in_split = validation == (options.split == "validation")
         self._shard, self._start, self._end = shard[in_split], starts[in_split], ends[in_split]
@@ -262,7 +260,7 @@ def _split_tokens(starts: np.ndarray, ends: np.ndarray, first: int, split: str) 
     train = np.clip(first - (np.cumsum(sizes) - sizes), 0, sizes)
     if split == "train":
         return starts, starts + train
-    return (starts + train, ends) if split == "validation" else (starts, ends)
+    return starts + train, ends
 
 
 def _open(folder: Path, entry: dict[str, Any], kind: str) -> np.ndarray:

@@ -16,7 +16,7 @@ from tercet.errors import TercetError, UsageError
 # The complete position of a stream, as JSON. Every cursor counts `epoch`, `documents` (delivered so far), `skipped`
 # (bad records) and `left_out` (empty documents); the other keys belong to the source.
 Cursor = dict[str, Any]
-Split = Literal["train", "validation", "all"]
+Split = Literal["train", "validation"]
 COUNTS = ("epoch", "documents", "skipped", "left_out")
 
 

@@ -80,8 +80,6 @@ class SyntheticStream:
             number = int(numbers[-1]) + 1
 
     def _in_split(self, numbers: np.ndarray) -> np.ndarray:
-        if self._options.split == "all":
-            return np.ones(len(numbers), dtype=bool)
         validation = in_validation(mix(numbers + np.uint64(1)), self._options.validation_fraction)
         return validation if self._options.split == "validation" else ~validation
 

@@ -113,8 +113,6 @@ class ValidationSplit:
 
     def part(self, record: Record, split: Split) -> Record | None:
         """The part of a record that is in `split`; None if nothing is."""
-        if split == "all":
-            return record
         if not self.held_out:
             return record if (record_hash(record) < self._threshold) == (split == "validation") else None
         kept = self._kept.get(record_hash(record), len(record.text))
