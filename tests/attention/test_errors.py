@@ -87,6 +87,18 @@ def test_packed_documents_with_too_few_compressed_tokens_are_rejected_when_valid
     refusal(lambda: attend(short, CFG, cu_seqlens=cu((9, 12)), validate=True), *words)
 
 
+def test_packed_documents_need_as_many_compressed_keys_as_values():
+    more = PACKED.with_(vc=torch.cat((PACKED.vc, PACKED.vc[:, :1]), dim=1))
+    refusal(lambda: attend(more, CFG, cu_seqlens=cu((9, 12))), "k_compressed", "v_compressed", "equal")
+
+
+@pytest.mark.parametrize("branch", ["selected", "window"])
+def test_branches_must_have_the_same_kv_heads(branch: str):
+    names = ("ks", "vs") if branch == "selected" else ("kw", "vw")
+    x = X.with_(**{name: getattr(X, name)[:, :, :1] for name in names})
+    refusal(lambda: attend(x, CFG), f"k_{branch} has 1 KV heads", "k_compressed 2")
+
+
 @pytest.mark.parametrize(
     ("bounds", "words"),
     [
@@ -188,10 +200,11 @@ def test_given_blocks_out_of_order_are_rejected_when_validated(blocks: list[int]
     given = torch.tensor([0, 1, 2, 5], dtype=torch.int32).repeat(2, 21, 2, 1)
     attend(X, CFG, block_indices=given, validate=True)  # 5 is after every query's own block: it is not read
     given[1, 20, 1] = torch.tensor(blocks)
+    words = f"block_indices[1, 20, 1] is {blocks}", "ascend, each once, padded with -1 at the end"
+    refusal(lambda: attend(X, CFG, block_indices=given, validate=True), *words)
     refusal(
-        lambda: attend(X, CFG, block_indices=given, validate=True),
-        f"block_indices[1, 20, 1] is {blocks}", "ascend, each once, padded with -1 at the end",
-    )  # fmt: skip
+        lambda: tercet.block_sparse_attention(X.q, X.ks, X.vs, config=CFG, block_indices=given, validate=True), *words
+    )
 
 
 def test_empty_inputs_are_rejected():

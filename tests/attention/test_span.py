@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tercet.attention import stages
+from tercet.attention.block_sparse import run_block_sparse
 from tercet.attention.config import NSAConfig
 from tercet.attention.layout import Packing, Span
 
@@ -57,5 +58,22 @@ def test_keys_that_do_not_reach_the_queries_are_rejected():
     q, k, v, _, _ = make(None)
     with pytest.raises(ValueError, match="k_window holds tokens 40 to 90: queries up to token 101"):
         stages.window_attention(q[:, FIRST:END], k[:, 40:90], v[:, 40:90], config=CONFIG, span=Span(FIRST, 40))
-    with pytest.raises(ValueError, match="k_window begins at token 60"):
-        stages.window_attention(q[:, FIRST:END], k[:, 60:END], v[:, 60:END], config=CONFIG, span=Span(FIRST, 60))
+    with pytest.raises(ValueError, match="k_window begins at token 48: the window of query 70 begins at 47"):
+        stages.window_attention(q[:, FIRST:END], k[:, 48:END], v[:, 48:END], config=CONFIG, span=Span(FIRST, 48))
+
+
+def test_query_ranges_outside_the_sequence_are_rejected():
+    q, k, v, compressed, packing = make([0, 50, LENGTH])
+    with pytest.raises(ValueError, match="must not be negative"):
+        stages.window_attention(q, k, v, config=CONFIG, span=Span(-1))
+    with pytest.raises(ValueError, match="tokens 20 to 140 of 120"):
+        stages.selected_attention(q, k, v, torch.empty(0), config=CONFIG, packing=packing, span=Span(20))
+    kc, vc = compressed[:, :20].split((8, 6), dim=-1)
+    with pytest.raises(ValueError, match="k_compressed has 20 tokens: queries up to token 101 need 24"):
+        stages.compressed_attention(q[:, FIRST:END], kc, vc, config=CONFIG, span=Span(FIRST))
+
+
+def test_dense_below_beyond_the_selection_needs_whole_sequences():
+    q, k, v, _, _ = make(None)
+    with pytest.raises(ValueError, match=r"dense_below=65 is more than .* = 64"):
+        run_block_sparse(q[:, FIRST:], k, v, config=CONFIG, dense_below=65, span=Span(FIRST))

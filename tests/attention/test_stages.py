@@ -72,6 +72,20 @@ def test_gradcheck_of_the_stages(documents, fast_mode):
         assert gradcheck(stage, tensors, atol=1e-7, rtol=1e-5, fast_mode=fast_mode)
 
 
+def test_scores_of_too_few_blocks_and_branches_of_other_shapes_are_rejected():
+    with pytest.raises(ValueError, match="scores has 3 blocks: 8 tokens need 4"):
+        tercet.select_blocks(torch.rand(1, 8, 1, 3), config=CFG)
+    one, other = torch.rand(1, 8, 2, 4), torch.rand(1, 8, 2, 5)
+    with pytest.raises(ValueError, match=r"window has shape \[1, 8, 2, 5\]"):
+        tercet.combine(torch.rand(1, 8, 2, 3), one, one, other)
+
+
+def test_documents_too_short_to_compress_have_means_of_zero():
+    cfg = config(compress_block=8, compress_stride=2, select_block=8)
+    means = tercet.compress_mean(torch.ones(1, 5, 1, 4), config=cfg, cu_seqlens=cu((5,)))
+    assert torch.equal(means, torch.zeros(1, 2, 1, 4))
+
+
 def test_gradcheck_of_combine():
     parts = [torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     gates = torch.rand(1, 3, 2, 3, dtype=torch.float64, requires_grad=True)

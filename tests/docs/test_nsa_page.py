@@ -45,7 +45,7 @@ def test_counted_keys_are_the_operators() -> None:
     cfg = tercet.NSAConfig()
     for line in made.splitlines()[2:]:
         tokens, *counts = (int(cell.replace(",", "")) for cell in line.strip("| ").split(" | ")[:5])
-        parts = [cfg.num_visible(tokens - 1), cfg.num_selected(tokens - 1) * cfg.select_block, cfg.window]
+        parts = [cfg.num_visible(tokens - 1), min(cfg.selected_tokens, tokens), cfg.window]
         assert counts == [*parts, sum(parts)]
 
 

@@ -133,10 +133,6 @@ class NSAConfig:
         """Selection blocks of a document of `length` tokens; the last may be incomplete."""
         return -(-length // self.select_block)
 
-    def num_selected(self, t: int) -> int:
-        """|I|: blocks that query t selects."""
-        return min(self.select_count, t // self.select_block + 1)
-
     def compressed_cu_seqlens(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
         """Bounds of the documents' compressed tokens, packed one after another. Does not synchronise."""
         import torch
