@@ -133,7 +133,7 @@ def test_where_every_block_is_read_a_dense_kernel_runs() -> None:
     "options",
     [
         {},
-        {"dense_below": 70, "qk_norm": True},
+        {"dense_below": 72, "qk_norm": True},  # the prompt is read by dense attention
         {"selector": "learned", "selector_dim": 6, "selector_rotary": 4},
     ],
     ids=str,

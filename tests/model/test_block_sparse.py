@@ -97,15 +97,26 @@ def test_rows_of_different_lengths_decode_as_if_alone(selector: str):
         torch.testing.assert_close(y[1, 0], whole[1, 17 + step], rtol=1e-9, atol=1e-9)
 
 
+def test_a_row_may_pause_at_the_end_of_the_cache():
+    layer, x = make(), torch.randn(2, 40, 12, dtype=torch.float64)
+    cache = layer.make_cache(2, 40)
+    layer(x, cache=cache, lengths=torch.tensor([20, 40]))
+    y = layer(torch.cat((x[:1, 20:], x[1:, :20])), cache=cache, lengths=torch.tensor([20, 0]))
+    torch.testing.assert_close(y[:1], layer(x[:1])[:, 20:], rtol=1e-9, atol=1e-9)
+
+
 def test_a_decode_step_reads_block_keys_and_selected_tokens():
-    layer, x = make(dense_below=25), torch.randn(1, 60, 12, dtype=torch.float64)
-    cache = layer.make_cache(1)
-    layer(x[:, :8], cache=cache)
-    for t in range(8, 60):
-        layer(x[:, t : t + 1], cache=cache)
+    layer, x = make(dense_below=25), torch.randn(2, 60, 12, dtype=torch.float64)
+    cache = layer.make_cache(2)
+    layer(x[:, :20], cache=cache, lengths=torch.tensor([8, 20]))
+
+    def expected(t: int) -> int:
         selected = NSA.select_block * (NSA.select_count - 1) + t % NSA.select_block + 1
-        expected = t + 1 if t < 25 else NSA.num_visible(t) + selected
-        assert cache.reads.tolist() == [[[expected] * 2]]
+        return t + 1 if t < 25 else NSA.num_visible(t) + selected
+
+    for t in range(8, 48):
+        layer(x[:, t : t + 1], cache=cache)
+        assert cache.reads.tolist() == [[[expected(at)] * 2] for at in (t, t + 12)]
 
 
 def test_the_cache_holds_one_set_of_keys_and_values_and_their_means():
@@ -115,19 +126,29 @@ def test_the_cache_holds_one_set_of_keys_and_values_and_their_means():
     assert size < three.make_cache(1, 1000).nbytes()
 
 
-def test_a_learned_selector_chooses_and_learns_in_short_and_long_sequences():
-    for length in (12, 60):
-        layer = make(selector="learned", selector_dim=6)
-        x = torch.randn(1, length, 12, dtype=torch.float64)
-        layer.stats.enabled = True
-        layer(x, sampled=torch.arange(length)).sum().backward()
-        grads = [p.grad for p in layer.selector.parameters()]
-        # below REACH every block is read; those that would be free to choose still teach
-        assert all(g is not None and bool(g.any()) == (length == 60) for g in grads)
-        found = layer.stats.read()
-        assert "gate_entropy" not in found
-        assert found["selected_blocks"] > 1
-        assert ("selector_kl" in found) == (length == 60)
+@pytest.mark.parametrize(("length", "dense_below", "teaches"), [(12, 0, False), (40, 60, True), (60, 0, True)])
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_learned_selector_learns_wherever_blocks_are_free(
+    length: int, dense_below: int, teaches: bool, measured: bool
+):
+    """Even where every query reads all keys. Below REACH no block is free."""
+    layer = make(selector="learned", selector_dim=6, dense_below=dense_below)
+    layer.stats.enabled = measured
+    x = torch.randn(1, length, 12, dtype=torch.float64)
+    layer(x, sampled=torch.arange(length)).sum().backward()
+    grads = [p.grad for p in layer.selector.parameters()]
+    assert all(g is not None and bool(g.any()) == teaches for g in grads)
+    assert ("selector_kl" in layer.stats.read()) == (teaches and measured)
+
+
+@pytest.mark.parametrize("length", [12, 60])
+def test_selected_blocks_are_counted_even_where_every_query_reads_all(length: int):
+    layer = make()
+    layer.stats.enabled = True
+    layer(torch.randn(1, length, 12, dtype=torch.float64))
+    found = layer.stats.read()
+    assert "gate_entropy" not in found
+    assert found["selected_blocks"] == pytest.approx(sum(min(4, t // 4 + 1) for t in range(length)) / length)
 
 
 def test_a_model_trains_and_its_gradients_survive_checkpointing():

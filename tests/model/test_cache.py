@@ -76,6 +76,7 @@ OPTIONS = [
     {"branches": ("selected",)},
     {"branches": ("window",)},
     {"branches": ("selected", "window")},
+    {"branches": ("compressed", "window"), "shared_kv": True},
     {"heads": 3, "kv_heads": 3},
     {"heads": 5, "kv_heads": 1},
     LEARNED,

@@ -32,8 +32,9 @@ def make_model(**options: Any) -> Transformer:
     return Transformer(ModelConfig(**sizes, nsa=NSA, selector="random", **options))
 
 
-def test_sets_are_complete_ascending_and_hold_the_forced_blocks() -> None:
-    chosen = RandomBlocks(3, NSA)(torch.arange(400), 400)
+@pytest.mark.parametrize("length", [48, 49, 400])  # of as many blocks as are selected, one more, and many
+def test_sets_are_complete_ascending_and_hold_the_forced_blocks(length: int) -> None:
+    chosen = RandomBlocks(3, NSA)(torch.arange(length), length)
     assert chosen.dtype == torch.int32
     for t, groups in enumerate(chosen.tolist()):
         current = t // NSA.select_block

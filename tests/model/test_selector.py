@@ -200,6 +200,21 @@ def test_a_teacher_of_selected_blocks_compares_these_blocks_only() -> None:
     assert loss == 0
 
 
+def test_the_loss_is_a_mean_over_all_sampled_queries() -> None:
+    """Even over those without a choice, so that ranks and micro-batches weigh the same."""
+    selector = BlockSelector(8, 1, 4, NSA)
+    selector.init_weights(0.5)
+    x, q, k = torch.randn(1, 72, 8), torch.randn(1, 72, 2, 4), torch.randn(1, 72, 1, 4)
+    indices = torch.tensor([0, 3, 7, 8], dtype=torch.int32).expand(1, 72, 1, 4)
+
+    def loss(*rows: int) -> float:
+        return selector.loss_of_rows(x, selector(x, None)[1], q, k, torch.tensor(rows), indices, None)[0].item()
+
+    assert loss(5) == 0
+    assert loss(50, 70) == pytest.approx((loss(50) + loss(70)) / 2)
+    assert loss(5, 70) == pytest.approx(loss(70) / 2)
+
+
 def test_log_sum_exps_of_blocks_stop_at_the_query_and_start_at_its_document() -> None:
     q, k = torch.randn(2, 2, 4), torch.randn(40, 1, 4)
     rows, position = torch.tensor([12, 35]), torch.tensor([12, 15])
@@ -347,6 +362,14 @@ def test_the_attention_that_a_choice_captures_is_measured_whatever_chose(bounds:
     assert [float(x) for x in found[1:4]] == pytest.approx(wanted / count, rel=1e-5)
     assert int(found.queries) == count
     assert math.isnan(found.kl)  # nothing is learned
+
+
+def test_a_sequence_with_fewer_blocks_than_may_be_selected_is_measured() -> None:
+    config = tercet.NSAConfig(compress_block=4, compress_stride=4, select_block=8, select_count=16, window=8)
+    q, k = torch.randn(1, 40, 2, 8), torch.randn(1, 40, 1, 8)
+    blocks = tercet.select_blocks(torch.rand(1, 40, 1, 5), config=config)
+    found = measure_choice(q, k, torch.tensor([39]), blocks, None, config)
+    assert [float(x) for x in found[1:4]] == pytest.approx([1, 1, 1])  # all of them are read
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
