@@ -262,7 +262,7 @@ def test_the_short_form_prints_json_and_an_exit_code(capsys):
     assert doctor(preset="tiny", short=True, json=True) == 0
     findings = json.loads(capsys.readouterr().out)["findings"]
     assert {"versions", "device", "disk"} <= {f["check"] for f in findings}
-    assert {tuple(f) for f in findings} == {("check", "verdict", "finding", "mend", "seconds")}
+    assert {tuple(f) for f in findings} == {("check", "verdict", "finding", "fix", "seconds", "mend")}
 
 
 def test_the_long_form_runs_every_check():

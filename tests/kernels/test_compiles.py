@@ -36,8 +36,7 @@ CHOSEN: dict[tuple[str, str], int] = {
     ("query_major_forward", "C"): 8,
     # 128 registers, for a fourth block on a multiprocessor: .524 ms against .549 at C 32×2k
     ("query_major_dq", "C"): 64,
-    # packed: the bounds of the document, and the record it leaves for dk and dv, beside the same 128 registers; of a
-    # stretch, its first query as well
+    # packed: document bounds and the record for dk and dv, with the same 128 registers; query ranges: the first query
     ("query_major_dq", "one head per group"): 24,
     # head 96 is right, not tuned; the fused backward (272) appears where queries are a query range
     ("kv_major_dkv", "head 96"): 272,

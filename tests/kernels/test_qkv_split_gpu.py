@@ -1,5 +1,5 @@
-"""What stands around the kernels on a GPU: one product taken apart is what several give, bit for bit from run to run;
-SwiGLU's gradient; a compiled layer's gradients, the output projection's among them."""
+"""Around the attention kernels on a GPU: the split of the fused projection equals separate projections, bitwise from
+run to run; the gradient of SwiGLU; gradients of a compiled layer, its output projection included."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def test_swiglus_gradient_is_that_of_the_formula() -> None:
 
 
 class Layer:
-    """One layer and its compiled twin, which share parameters. No document has more blocks than are selected: which
-    are chosen cannot depend on rounding. (Of random keys near-ties are many.)"""
+    """A layer and its compiled copy, which share parameters. No document has more blocks than are selected, so that
+    selection cannot depend on rounding (random keys have many near-ties)."""
 
     def __init__(self, **options: Any) -> None:
         torch.manual_seed(0)

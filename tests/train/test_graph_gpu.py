@@ -126,7 +126,7 @@ def test_graph_steps_equal_eager_steps_to_the_last_bit(accumulation: int, option
                 3 if run.stats else 2
             )  # at first, for statistics, for more documents
     for i, (a, b) in enumerate(zip(*told, strict=True)):
-        assert torch.equal(a, b), f"number {i} of what was told: {(a.double() - b.double()).abs().max():.3e}"
+        assert torch.equal(a, b), f"value {i}: {(a.double() - b.double()).abs().max():.3e}"
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])

@@ -33,7 +33,7 @@ from tercet.attention.tiling import compute_dtype
 
 
 class BlockSparse(NamedTuple):
-    """What a call computed. torch.compile traces it, so the route is a plain pair."""
+    """Result of a call. torch.compile traces it, so the route is a plain pair."""
 
     out: Tensor
     block_indices: Tensor | None  # None if nothing was selected

@@ -19,7 +19,7 @@ back to the reference."""
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors up to 4096: finding those of an absurd number would take too long."""
+    """Divisors up to 4096; the limit keeps absurd numbers fast."""
     return [i for i in range(1, min(number, 4096) + 1) if number % i == 0]
 
 

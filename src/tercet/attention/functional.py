@@ -35,7 +35,7 @@ from tercet.attention.stages import check_stage
 
 @dataclass(frozen=True)
 class AttentionAux:
-    """What a call did besides computing its output."""
+    """Details of a call: the selected blocks and the backends."""
 
     block_indices: Tensor | None
     """int32 [B, T, G, n]: selected blocks, ascending, padded with -1, counted within each document; the given ones if

@@ -380,7 +380,7 @@ def _key_bounds(k_selected: Tensor, k_window: Tensor, span: Span, packing: Packi
     return known
 
 
-# ------------------------------------------------------------ selection hand-over
+# ------------------------------------------------------------ selection under activation checkpointing
 #
 # Activation checkpointing recomputes the forward pass, and near-ties could then select other blocks than the first
 # pass did: gradients would belong to blocks that the output never read. Checkpointing policies therefore mark this

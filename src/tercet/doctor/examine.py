@@ -88,8 +88,8 @@ def doctor(config: RunConfig, *, short: bool = False, as_json: bool = False) -> 
 
 def _as_json(finding: Finding) -> dict[str, object]:
     f = finding
-    # "mend" is the fix; the key is part of the output format.
-    return {"check": f.check, "verdict": f.verdict, "finding": f.finding, "mend": f.fix, "seconds": f.seconds}
+    known = {"check": f.check, "verdict": f.verdict, "finding": f.finding, "fix": f.fix, "seconds": f.seconds}
+    return known | {"mend": f.fix}  # the key of version 0.1
 
 
 def examine_before_training(config: RunConfig, folder: Path) -> DoctorReported | None:

@@ -67,7 +67,7 @@ class HostLengths:
 
 
 class Cache:
-    """Lengths, capacity and checks: what all caches share.
+    """Base class of the caches: lengths, capacity and checks.
 
     key: the settings of the layer that the cache belongs to (`AttentionLayer.cache_key`)
     """

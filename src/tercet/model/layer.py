@@ -1,4 +1,4 @@
-"""AttentionLayer: what the attention layers share. x: [B, T, dim] -> [B, T, dim]"""
+"""AttentionLayer: base class of the attention layers. x: [B, T, dim] -> [B, T, dim]"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SelectingLayer: what attention layers that choose blocks share: a learned selector, its loss, and statistics."""
+"""SelectingLayer: base class of layers that select blocks, with a learned selector, its loss, and statistics."""
 
 from __future__ import annotations
 

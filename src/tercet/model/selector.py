@@ -288,7 +288,7 @@ def _locate(rows: Tensor, length: int, packing: Packing | None) -> SampledQuerie
 
 
 class _Teacher(NamedTuple):
-    """What sampled queries attend to."""
+    """Attention of the sampled queries to free blocks."""
 
     mass: Tensor  # fp32 [S, G, NB]: over free blocks, sums to 1; 0 for queries that have none
     counted: Tensor  # bool [S, G]: queries with free blocks

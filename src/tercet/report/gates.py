@@ -1,4 +1,4 @@
-"""What a gate is: a verdict with its threshold, evidence and fixes, and the builder that every gate uses.
+"""Gate: a verdict with its threshold, evidence and fixes; and the builder that every gate uses.
 
 A gate is NO-GO if anything failed, NOT APPLICABLE if this kind of run cannot pass or fail it, NOT TESTED if evidence is
 missing, and GO otherwise.
@@ -59,7 +59,8 @@ class Gate:
             "threshold": self.threshold,
             "evidence": dict(self.evidence),
             "plot": self.plot,
-            "mend": self.fix,
+            "fix": self.fix,
+            "mend": self.fix,  # the key of version 0.1
             "reasons": self.reasons,
             "warnings": self.warnings,
         }

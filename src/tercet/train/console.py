@@ -1,4 +1,4 @@
-"""What a run prints at its start and its end: a header with the settings that matter, a summary with what to do next.
+"""Console output at the start and the end of a run: a header with the main settings, a summary with the next commands.
 
 Progress in between comes from events (telemetry.progress).
 """

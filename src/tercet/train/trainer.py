@@ -92,7 +92,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         messages += strategy.on_rank_0(lambda: abandon_later(start, folder))
         messages += [f"the data changed since the checkpoint: {change}" for change in loader.changes]
         forked = start is not None and not start.is_in(folder.checkpoints)
-        # A run without a step left keeps the description of the steps that it made.
+        # A run without a step left keeps the description of the steps that it ran.
         if strategy.rank == 0 and (start is None or forked or state.step < config.train.steps):
             folder.describe(config, origins, environment(device, device_name(device)), tokenizer)
             save_file_lists(folder.path / FILE_LISTS, loader.stream.files)

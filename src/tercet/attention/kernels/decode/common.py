@@ -1,11 +1,11 @@
-"""What the decode kernels share, and programmatic dependent launch (PDL, Hopper and newer).
+"""Shared by the decode kernels: layouts and programmatic dependent launch (PDL, Hopper and newer).
 
 A launch costs a microsecond or two before its first instruction, as much as a kernel of a decode step takes on short
 contexts. With PDL the programs of the next launch are placed as soon as all programs of this one have started, and wait
 there (`table.overlap_launches` says when it is used). Two rules keep that correct:
 
-- A program waits before it writes anything, before it lets the next launch start, and before it ends. So whoever waits
-  for a launch waits for all launches before it.
+- A program waits before it writes anything, before it lets the next launch start, and before it ends. So waiting
+  for a launch means waiting for all launches before it.
 - Before waiting, a program reads only what was written two or more launches ago.
 """
 

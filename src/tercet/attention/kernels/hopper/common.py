@@ -1,4 +1,4 @@
-"""What the Gluon kernels share: descriptors, barriers and document lookup.
+"""Shared by the Gluon kernels: descriptors, barriers and document lookup.
 
 Two rules of ptxas shape the kernels. Where one is broken, ptxas serialises every product (it prints a warning, which a
 test looks for):
