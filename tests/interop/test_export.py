@@ -13,9 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import tercet
 import tercet.interop.huggingface  # registers
 from inference.models import AS_M7C, language_model, trained
+from tercet.config.data import DataConfig
+from tercet.data.train_tokenizer import train_bpe
 from tercet.errors import TercetError
 from tercet.interop.huggingface import TercetForCausalLM
 from tercet.interop.huggingface.export import as_transformers_model, export
+from tercet.interop.huggingface.tokenizer import as_transformers_tokenizer
 
 PROMPTS = [[5, 9, 200], list(range(1, 60)), [(37 * i * i + 11) % 251 + 1 for i in range(17)]]
 KINDS = {"nsa": {}, "dense and window": {"model__attention": "dense,window"}, "as m7c": AS_M7C}
@@ -83,6 +86,17 @@ def test_the_tokenizer_gives_the_same_tokens(folder):
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == 0
 
 
+def test_a_trained_tokenizer_gives_the_same_tokens(tmp_path):
+    (tmp_path / "a.txt").write_text("some words and some other words\n" * 20)
+    ours = train_bpe(DataConfig(source="text", path=str(tmp_path)), tmp_path / "tokenizer.json", vocab_size=270)
+    as_transformers_tokenizer(ours, 64).save_pretrained(tmp_path / "saved")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    text = " some other words, é <|endoftext|>\n"  # ordinary text, as in training
+    assert theirs(text)["input_ids"] == ours.encode(text)
+    assert theirs.decode(ours.encode(text)) == text
+    assert theirs.eos_token_id == theirs.pad_token_id == ours.eos_id
+
+
 def test_transformers_generates_the_same_tokens(model, theirs):
     expected = [g.tokens for g in tercet.generate(model, PROMPTS, max_new_tokens=12, temperature=0, eos_id=-1)]
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
@@ -117,6 +131,29 @@ def test_beams_are_the_same_with_and_without_cache(theirs):
     assert cached == plain
 
 
+def test_a_cache_repeats_selects_and_forgets_rows(theirs):
+    ids = torch.tensor([PROMPTS[1][:20], PROMPTS[1][20:40]])
+    with torch.no_grad():
+        expected = theirs(ids).logits[:, -1]
+        cache = theirs(ids[:, :-1], use_cache=True).past_key_values
+        assert (cache.get_seq_length(), cache.get_mask_sizes(1, 0), len(cache)) == (19, (20, 0), 2)
+        cache.batch_repeat_interleave(2)  # rows 0, 0, 1, 1
+        cache.batch_select_indices(torch.tensor([2, 1]))
+        logits = theirs(ids.flip(0)[:, -1:], past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(logits, expected.flip(0), rtol=1e-4, atol=1e-4)
+        cache.reset()
+        assert (cache.get_seq_length(), cache.is_initialized) == (0, False)
+        torch.testing.assert_close(theirs(ids, past_key_values=cache).logits[:, -1], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_only_the_logits_that_are_asked_for_are_returned(theirs):
+    ids = torch.tensor([PROMPTS[2]])
+    with torch.no_grad():
+        (logits,) = theirs(ids, return_dict=False)
+        assert torch.equal(theirs(ids, logits_to_keep=3).logits, logits[:, -3:])
+        assert torch.equal(theirs(ids, logits_to_keep=torch.tensor([2, 7])).logits, logits[:, [2, 7]])
+
+
 def test_the_loss_is_that_of_shifted_labels(model, theirs):
     ids = torch.tensor([PROMPTS[1]])
     targets = torch.tensor([PROMPTS[1][1:] + [-100]])
@@ -135,6 +172,14 @@ def test_the_loss_is_that_of_shifted_labels(model, theirs):
         ({"input_ids": torch.ones(1, 2).long(), "output_attentions": True}, "output_attentions=True"),
         ({"input_ids": torch.ones(1, 2).long(), "head_mask": torch.ones(1)}, "head_mask"),
         ({"input_ids": torch.ones(1, 4).long(), "position_ids": torch.tensor([[0, 1, 0, 1]])}, "cu_seqlens"),
+        (
+            {
+                "input_ids": torch.ones(1, 4).long(),
+                "attention_mask": torch.tensor([[0, 1, 1, 1]]),
+                "cu_seqlens": torch.tensor([0, 4], dtype=torch.int32),
+            },
+            "packing needs no padding",
+        ),
     ],
 )
 def test_unsupported_arguments_are_refused(theirs, given, said):

@@ -227,6 +227,13 @@ def test_an_import_with_new_selectors_says_how_to_train_them_first(tmp_path, cap
     assert (tmp_path / "converted" / "metrics.json").exists()
 
 
+def test_biases_that_a_family_does_not_have_are_refused(tmp_path):
+    dense_model(tmp_path / "dense", FAMILIES["llama"])
+    import_model(tmp_path / "dense", tmp_path / "ours", attention="dense")
+    with pytest.raises(UsageError, match="biases of its output projections, use --format llama"):
+        export_dense(tmp_path / "ours", tmp_path / "back", "qwen2")
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [

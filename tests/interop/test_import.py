@@ -273,6 +273,18 @@ def test_beyond_the_covering_branch_the_loss_differs(tmp_path):
     assert abs(ours - dense) > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("given", "eos"), [({"eos_token": "</s>"}, "</s>"), ({"eos_token": {"content": "<eos>"}}, "<eos>"), ({}, "")]
+)
+def test_the_tokenizer_and_its_eos_are_imported(given, eos, tmp_path):
+    dense_model(tmp_path / "dense", FAMILIES["qwen3"])
+    (tmp_path / "dense" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    (tmp_path / "dense" / "tokenizer_config.json").write_text(json.dumps(given))
+    data = import_model(tmp_path / "dense", tmp_path / "ours", nsa=NSA).run.data
+    assert (data.tokenizer, data.eos_token) == (str(tmp_path / "ours" / "tokenizer.json"), eos)
+    assert (tmp_path / "ours" / "tokenizer.json").read_text() == '{"model": {"vocab": {"a": 0}}}'
+
+
 def test_an_import_can_be_trained(tmp_path):
     from tercet.train.trainer import train
 
