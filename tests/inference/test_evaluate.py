@@ -121,6 +121,17 @@ def test_a_needle_in_text_is_read_from_held_out_documents():
     assert [(f.length, f.asked) for f in found] == [(120, 2)]
 
 
+def test_a_haystack_longer_than_the_validation_text_is_refused(tmp_path):
+    lines = "".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(40))
+    (tmp_path / "a.jsonl").write_text(lines)
+    model = language_model(
+        data__source="jsonl", data__path=str(tmp_path / "a.jsonl"), data__validation_fraction=0.5, data__shuffle=False
+    )
+    assert list(find_needles(model, lengths=(100,), depths=(0.5,), trials=1))
+    with pytest.raises(TercetError, match="validation tokens for a haystack of 1000"):
+        list(find_needles(model, lengths=(1000,), depths=(0.5,), trials=1))
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -66,6 +66,14 @@ def test_only_the_batch_sizes_that_must_change_do(length, changes, sizes):
     assert now.train.micro_batch * length <= max(length, before.tokens_per_pass)
 
 
+def test_a_run_with_stages_continues_like_its_last_one():
+    kept("run", train__stages="32:4,64:3:rope_theta=50000:tokens_per_step=256", train__steps=7)
+    words = shlex.split(extend_context_command(Path("run"), 128))
+    given = dict(zip([flag[2:] for flag in words[2::2]], words[3::2], strict=True))
+    assert (given["train.stages"], given["train.steps"], float(given["model.rope_theta"])) == ("none", "3", 50000)
+    assert given["train.tokens_per_step"] == "256"
+
+
 def test_a_checkpoint_uses_its_run_config_and_a_weights_folder_its_own():
     checkpoint = kept("run") / "checkpoints/step-00000003"
     checkpoint.mkdir(parents=True)

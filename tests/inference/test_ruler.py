@@ -233,7 +233,10 @@ def test_the_plot_of_one_task_with_a_single_fact_is_its_map_of_depths(tmp_path):
         (["--tasks", "qa_1"], "qa_1 is unknown: pick from niah_single_1"),
         (["--questions", "0"], "questions=0 must be at least 1"),
         (["--out", "a.txt"], "neither .json nor .csv"),
-        (["--lengths", "64", "--tasks", "cwe"], "cwe does not fit in 64 tokens"),
+        *(
+            (["--lengths", "64", "--tasks", task], f"{task} does not fit in 64 tokens")
+            for task in ("cwe", "fwe", "niah_single_1", "niah_multikey_2", "vt")
+        ),
         (["--lengths", "9999999"], "validation tokens for texts of 9,999,999"),
     ],
 )

@@ -15,6 +15,7 @@ from tercet.config.schema import RunConfig
 from tercet.data.tokenizers import load_tokenizer
 from tercet.inference.load import load_model
 from tercet.interop.huggingface.export import as_transformers_model
+from tercet.model.cost import flops_per_token
 from tercet.parallel.strategy import Single
 from tercet.report.facts import key_figures
 from tercet.report.integrity import contradictions
@@ -23,6 +24,7 @@ from tercet.report.read import read_run
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import StageStarted, StepLogged, Validated
 from tercet.train.manifest import complete_checkpoints
+from tercet.train.state import build_state, start_stage
 from tercet.train.trainer import train
 from tercet.train.validate import Validation
 
@@ -149,6 +151,29 @@ def test_a_stage_trains_with_its_rope_theta(tmp_path: Path) -> None:
         assert train(config_of(folder, stages, 4)) == 0
         told.append(losses(folder))
     assert [told[0][step] == told[1][step] for step in (1, 2, 3, 4)] == [True, True, False, False]
+
+
+def test_a_stage_sets_every_rope_base_and_the_weight_of_selectors(tmp_path: Path) -> None:
+    learned = {"model__selector": "learned", "train__selector__weight": 2.0, "train__selector__every": 16}
+    config = config_of(tmp_path, "64:2,64:2:rope_theta=50:tokens_per_step=512", 4, **learned)
+    state = build_state(config, torch.device("cpu"), Single(), None)
+    model = state.model
+    for stage, theta, accumulation in zip(config.stages, (1e4, 50), (1, 4), strict=True):
+        start_stage(state, stage)
+        layers = model.attention_layers()
+        rotaries = [model.rotary, *(layer.rotary for layer in layers), *(layer.selector.rotary for layer in layers)]
+        assert {rotary.theta for rotary in rotaries} == {model.config.rope_theta} == {theta}
+        assert {layer.selector.weight for layer in layers} == {2.0 / accumulation}
+        assert model.selector_every == 16
+
+
+def test_model_flops_are_those_of_the_stages_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tercet.train.trainer.peak_flops", lambda name: 1e9)
+    config = config_of(tmp_path, "32:1,64:1", 2, train__precision="bf16")
+    assert train(config) == 0
+    for logged, stage in zip(events_of(tmp_path, StepLogged), config.stages, strict=True):
+        flops = flops_per_token(stage.model, stage.data.seq_len)
+        assert logged.mfu == pytest.approx(flops * logged.tokens_per_s / 1e9)
 
 
 def test_selectors_learn_in_stages_whose_steps_are_shorter_than_one_pass_at_the_configured_length(

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 from runs import losses, small, train_small
 from tercet.config.data import DataConfig
@@ -18,12 +21,14 @@ from tercet.data.prepare import prepare
 from tercet.data.stream import DataError
 from tercet.data.tokenizers import load_tokenizer
 from tercet.errors import TercetError, UsageError
+from tercet.model.transformer import Transformer
+from tercet.parallel.strategy import Single
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import RunEnded, Validated
 from tercet.train import trainer as loop
 from tercet.train.manifest import complete_checkpoints
 from tercet.train.trainer import train
-from tercet.train.validate import Validation, check_validation_data
+from tercet.train.validate import Validation, check_validation_data, sample_text
 
 VALIDATES = {"train__val_tokens": 128}
 
@@ -196,3 +201,41 @@ def test_a_config_without_validation_reads_no_data(tmp_path: Path) -> None:
             config.model_copy(update={"train": config.train.model_copy(update={"val_tokens": 1})}),
             load_tokenizer("byte"),
         )
+
+
+class Reciting(nn.Module):
+    """A model that recites a text, whatever it reads."""
+
+    def __init__(self, text: bytes) -> None:
+        super().__init__()
+        self.left, self.read = list(text), []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert not self.training
+        self.read.append(bytes(tokens[0].tolist()))
+        return F.one_hot(torch.tensor([[self.left.pop(0)]]), 256).float() * 100
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "text", "read"),
+    [
+        ("ab", 3, "xyz", [b"ab", b"abx", b"bxy"]),
+        ("ab", 9, "xyzw", [b"ab", b"abx", b"bxy", b"xyz", b"yzw"]),  # until end of document
+        ("", 2, "xy", [b"\0", b"\0x"]),
+    ],
+)
+def test_a_sample_ends_with_its_document_and_reads_the_last_tokens(
+    prompt: str, tokens: int, text: str, read: list[bytes]
+) -> None:
+    model, tokenizer, cpu = Reciting(b"xyzw\0"), load_tokenizer("byte", ""), torch.device("cpu")
+    options = {"temperature": 1.0, "context": 3, "device": cpu, "precision": "fp32", "seed": 0}
+    assert sample_text(model, tokenizer, prompt, tokens, **options) == text
+    assert model.read == read
+    assert model.training
+
+
+def test_validation_leaves_a_model_in_training_mode() -> None:
+    config = small(**VALIDATES)
+    model = Transformer(config.model).train()
+    Validation(config, Single(), load_tokenizer("byte", "")).loss(model, torch.device("cpu"))
+    assert model.training
