@@ -69,6 +69,7 @@ sweep --checkpointing some                        --checkpointing some: some is 
 plan --preset tiny --gpu RX1                                                 --gpu RX1 is unknown
 config diff tiny empty                                                       empty/config.toml does not exist
 train --preset tiny --data.source text --data.path nowhere --run.dir new     nowhere matches no file
+train --preset tiny --data.source jsonl --data.path jl/*.json --run.dir new  path=jl/*.json matches no file
 train --preset tiny --data.source text --data.path empty --run.dir new       empty has no text files
 train --preset tiny --data.source shards --data.path empty --run.dir new     empty has no manifest.json
 train --preset tiny --data.tokenizer ./no.json --run.dir new                 tokenizer=./no.json: no.json does not exist

@@ -276,14 +276,17 @@ def _config(arguments: list[str]) -> int:
 def _show(arguments: list[str]) -> int:
     """Print the configuration of these options, or of a run folder (`tercet config show RUN`), as TOML, with the origin
     of each value."""
-    if arguments and (saved := Path(arguments[0]) / "config.toml").is_file():
+    saved = Path(arguments[0]) / "config.toml" if arguments else None
+    if saved is not None and saved.is_file():
         if len(arguments) == 1:
             print(printable(saved.read_text(encoding="utf-8")), end="")
             return 0
         arguments = ["--config", str(saved), *arguments[1:]]
     loaded, options = _load(ShowOptions, arguments, "config show", _show.__doc__)
-    from tercet.config.load import describe, to_toml
+    from tercet.config.load import describe, keep_origins, to_toml
 
+    if saved is not None:
+        loaded = keep_origins(loaded, saved)
     if options.changed:
         print(printable("\n".join(describe(loaded.config, loaded.origins))))
     else:

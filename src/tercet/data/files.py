@@ -119,9 +119,10 @@ def find_files(paths: Sequence[str], kind: str) -> FileSet:
 
 
 def check_paths(paths: Sequence[str]) -> None:
-    """Raise for a path that does not exist, as `find_files` would after listing the folders before it."""
+    """Raise for a path that matches nothing, as `find_files` would after listing the folders before it."""
     for given in paths:
-        if not glob.has_magic(given) and not Path(given).expanduser().exists():
+        path = Path(given).expanduser()
+        if not path.exists() and not any(glob.iglob(str(path), recursive=True)):
             raise DataUsageError(_no_match(given) + ", and put spaces between paths" * ("," in given))
 
 

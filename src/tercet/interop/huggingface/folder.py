@@ -37,10 +37,11 @@ def read_json(path: Path) -> dict[str, Any]:
         value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FolderError(
-            f"{path.parent} has no {path.name}: it is not a Hugging Face model, or is incomplete; export it again"
+            f"{path.parent} has no {path.name}: it is not a Hugging Face model, or is incomplete; download or export "
+            "it again"
         ) from None
     except (OSError, ValueError) as error:
-        raise FolderError(f"{path} cannot be read ({error}): it is damaged or incomplete; export it again") from None
+        raise FolderError(f"{path} cannot be read ({error}): it is damaged; download or export it again") from None
     if not isinstance(value, dict):
         raise FolderError(f"{path} contains {type(value).__name__}, expected an object: it is not a Hugging Face model")
     return value
