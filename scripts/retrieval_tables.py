@@ -188,6 +188,32 @@ def _gain(losses: list[float], base: list[float]) -> str:
     return f"{statistics.fmean(differences):+.4f} ± {statistics.stdev(differences) / len(differences) ** 0.5:.4f}"
 
 
+TOY = {
+    "dense": "dense",
+    "base+all": "NSA, every block",
+    "learned": "NSA, learned selector",
+    "two+learned": "two-branch, learned selector",
+    "sparse+learned": "block-sparse, learned selector",
+    "tie+mean": "NSA, compressed scores, tied means",
+    "base": "NSA, compressed scores, learned φ",
+    "random": "NSA, random blocks",
+}
+
+
+def toy(length: int) -> str:
+    """The copying task of scripts/choice_toy.py: what is read from far back, for every seed."""
+    rows = []
+    found = read_csv(FOLDER / f"toy-{length}.csv")
+    for variant, name in TOY.items():
+        runs = sorted((row for row in found if row["variant"] == variant), key=lambda row: int(row["seed"]))
+        if runs:
+            shares = [[100 * float(row[c]) for row in runs if row[c]] for c in ("correct_far", "hit_far", "chance_far")]
+            cells = [" / ".join(f"{share:.1f}" for share in each) for each in shares[:2]]
+            chance = f"{statistics.fmean(shares[2]):.0f}" if shares[2] else ""
+            rows.append([name, *cells, chance, " / ".join(row["copied"] for row in runs)])
+    return table(["", "correct, far, %", "source chosen, %", "by chance", "nats per copied token"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "retrieval-needles": needles,
     "retrieval-single": single,
@@ -196,4 +222,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "retrieval-positions": positions,
     "retrieval-tasks": tasks,
     "retrieval-context": context,
+    "retrieval-toy": lambda: toy(512),
+    "retrieval-toy-2048": lambda: toy(2048),
 }

@@ -18,6 +18,7 @@ import torch
 import tercet
 from tercet.config.load import differences, load
 from tercet.config.schema import RunConfig
+from tercet.inference.selection_map import record_selections
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "docs" / "results" / "block-settings" / "choice"
@@ -31,12 +32,10 @@ def toy() -> Iterator[dict[str, Any]]:
 
 
 def test_a_row_for_every_variant_and_seed(toy: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["dense", "tie+mean+small", "--seeds", "1", "2", "--steps", "1", "1", "--held-out", "4"]
-    assert toy["main"](given) == 0
+    variants = ["dense", "tie+mean+small", "sparse+learned"]
+    assert toy["main"]([*variants, "--seeds", "1", "2", "--steps", "1", "1", "--held-out", "4"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert [(row["variant"], row["seed"]) for row in rows] == [
-        ("dense", "1"), ("dense", "2"), ("tie+mean+small", "1"), ("tie+mean+small", "2"),
-    ]  # fmt: skip
+    assert [(row["variant"], row["seed"]) for row in rows] == [(name, seed) for name in variants for seed in ("1", "2")]
     for row in rows:
         assert float(row["copied"]) == pytest.approx(np.log(64), abs=0.5)  # nothing is learnt yet
         assert (row["hit_far"] == "") is (row["variant"] == "dense")
@@ -60,19 +59,15 @@ def test_copied_tokens_are_where_the_stream_says(toy: dict[str, Any]) -> None:
             assert tokens[row, place - 3 : place + 1].tolist() == tokens[row, t - 2 : t + 2].tolist()
 
 
-@pytest.mark.parametrize("variant", ["base", "tie", "shared+half"])
-def test_the_choice_that_is_measured_is_the_one_that_the_layer_makes(toy: dict[str, Any], variant: str) -> None:
-    model = toy["build"](variant.split("+"), seed=1, layers=1)
-    block = model.blocks[0]
-    made = []
-    block.attention.stats.update = lambda gates, indices, packing: made.append(indices[:, :, 0])
-    tokens, _ = toy["streams"](np.random.default_rng(0), 2, 512)
-    with torch.no_grad():
-        model(tokens[:, :-1])
-        measured = toy["choices"](block.attention, block.attention_norm(model.embedding(tokens[:, :-1])))
-    assert torch.equal(measured["hit"], made[0])
-    # an untrained φ is the mean, and of tied keys the mean of those that are selected
-    assert torch.equal(measured["mean_8"], made[0]) is (variant == "tie")
+def test_means_of_the_selected_keys_choose_as_a_layer_with_tied_keys_does(toy: dict[str, Any]) -> None:
+    tokens, _ = toy["streams"](np.random.default_rng(0), 1, 512)
+    for variant in ("base", "tie"):  # untrained, φ is the mean
+        model = toy["build"]([variant], seed=1, layers=1).eval()
+        block = model.blocks[0]
+        with torch.no_grad():
+            by_means = toy["by_means"](block.attention, block.attention_norm(model.embedding(tokens[:, :-1])))
+        (layer,) = record_selections(model, tokens[0, :-1].tolist())
+        assert torch.equal(by_means["mean_8"][0], layer.blocks[:, 0]) is (variant == "tie")
 
 
 def test_chance_is_what_random_scores_hit(toy: dict[str, Any]) -> None:
@@ -89,12 +84,23 @@ def test_chance_is_what_random_scores_hit(toy: dict[str, Any]) -> None:
     assert np.mean(hits) == pytest.approx(toy["by_chance"](wanted, nsa)[copied].mean().item(), abs=0.01)
 
 
+@pytest.mark.parametrize("file", ["toy-512.csv", "toy-2048.csv"])
+def test_rows_of_the_retrieval_page_are_what_the_toy_prints(toy: dict[str, Any], file: str) -> None:
+    with (RECORDED.parents[1] / "retrieval" / file).open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert list(rows[0]) == toy["COLUMNS"]
+    assert {word for row in rows for word in row["variant"].split("+")} <= toy["WORDS"].keys()
+    chose = {row["variant"] for row in rows if row["hit_far"]}
+    assert {row["variant"] for row in rows if row["correct_far"]} - chose <= {"dense", "base+all"}
+
+
 @pytest.mark.parametrize("file", ["toy.csv", "toy-option.csv"])
 def test_recorded_rows_have_the_columns_that_the_toy_prints(toy: dict[str, Any], file: str) -> None:
     with (RECORDED / file).open() as stream:
         rows = list(csv.DictReader(stream))
     assert list(rows[0]) == toy["COLUMNS"]
-    measured = [name for name in toy["COLUMNS"] if not (file == "toy.csv" and name.startswith("mean_"))]
+    later = ("correct_", "mean_") if file == "toy.csv" else ("correct_",)  # columns that these runs did not measure yet
+    measured = [name for name in toy["COLUMNS"] if not name.startswith(later)]
     chose = [row for row in rows if row["hit_far"]]
     assert chose
     assert [row["variant"] for row in chose if not all(row[name] for name in measured)] == []
