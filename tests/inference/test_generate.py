@@ -246,7 +246,7 @@ def test_keys_are_shown_per_layer_beside_those_of_dense_attention(folder, capsys
         ("--max-new-tokens 0", "max_new_tokens=0 must be at least 1"),
         ("--prefill-chunk 0", "prefill_chunk=0 must be at least 1"),
         ("--context 0", "context=0 must be at least 1"),
-        ("--max-new-tokens 200", "or set context=203 (--context 203)"),
+        ("--max-new-tokens 200", "context=203 (--context 203)"),
     ],
 )
 def test_the_command_checks_its_options_before_printing_the_prompt(folder, capsys, flags, said):

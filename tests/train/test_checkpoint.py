@@ -380,7 +380,7 @@ def test_a_model_of_another_shape_is_refused_with_the_parameter(tmp_path: Path) 
     [
         ("model.a.selector.q", "", "it lacks model.a.selector.q: .*: set model.selector to compressed"),
         ("", "model.a.selector.q", "it has extra model.a.selector.q: set model.selector to learned"),
-        ("optimizer.state.a", "", "it lacks optimizer.state.a: .* other parameters, drop train.init_state"),
+        ("optimizer.state.a", "", "it lacks optimizer.state.a: .* other parameters: drop train.init_state"),
     ],
 )
 def test_weights_that_do_not_fit_name_the_fix(live: str, stored: str, message: str) -> None:

@@ -120,8 +120,8 @@ class RunConfig(Section):
         covered = nsa.selected_tokens
         if self.parallel.strategy == "cp" and self.model.dense_below > covered:
             raise ValueError(
-                f"model.dense_below={self.model.dense_below} with parallel.strategy=cp: ranks have no dense kernel for "
-                f"part of a sequence; use at most model.nsa.select_count × select_block = {covered}, or raise these"
+                f"model.dense_below={self.model.dense_below} with parallel.strategy=cp must be at most "
+                f"model.nsa.select_count × select_block = {covered}: lower it, or raise these"
             )
         # context_layout.ContextLayout checks each batch too; checking here fails before the run folder is created.
         batch, length, ranks = self.train.micro_batch, self.data.seq_len, self.parallel.context
@@ -131,7 +131,7 @@ class RunConfig(Section):
             batch_unit = 2 * ranks // math.gcd(2 * ranks, length)
             raise ValueError(
                 f"train.micro_batch × data.seq_len = {batch} × {length} = {batch * length} is not a multiple of "
-                f"2 × context ranks = 2 × {ranks} = {2 * ranks} (two equal chunks of tokens per rank): use "
+                f"2 × context ranks = {2 * ranks}: use "
                 f"data.seq_len {_last_few(lengths)}, or train.micro_batch {(batch // batch_unit + 1) * batch_unit}"
             )
 

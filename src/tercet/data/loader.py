@@ -172,8 +172,8 @@ def _match_files(
             was.update(changed)
     if changes and not accept:
         raise DataError(
-            f"the data changed since the checkpoint: {'; '.join(changes)}: restore the files, or read them as they are "
-            "now with --data.accept_changes (see its help), or start from the weights alone with train.init_from"
+            f"the data changed since the checkpoint: {'; '.join(changes)}: restore the files, or continue with "
+            "--data.accept_changes (see its help), or start a new run from the weights with train.init_from"
         )
     check_identity(state | {"identity": before}, now)
     state = state | {"identity": now}

@@ -92,7 +92,7 @@ def check_identity(state: dict[str, Any], identity: dict[str, Any]) -> None:
     if state.get("format") != FORMAT:
         raise DataError(
             f"data cursor has format {state.get('format')!r}, this version reads {FORMAT}: resume with the version "
-            "that wrote it, or start from the weights alone with train.init_from"
+            "that wrote it, or start a new run from the weights with train.init_from"
         )
     before, now = _flatten(state["identity"]), _flatten(identity)
     for name in sorted(before.keys() | now.keys()):
@@ -101,7 +101,7 @@ def check_identity(state: dict[str, Any], identity: dict[str, Any]) -> None:
         if before.get(name) != now.get(name):
             raise DataError(
                 f"the data changed since the checkpoint: {name} was {before.get(name, 'absent')!r} and is "
-                f"{now.get(name, 'absent')!r}: restore it, or start from the weights alone with train.init_from"
+                f"{now.get(name, 'absent')!r}: restore it, or start a new run from the weights with train.init_from"
             )
 
 
@@ -126,7 +126,7 @@ class _Packer:
             elif gone:
                 raise DataError(
                     f"the data changed since the checkpoint: its cursor is at token {self._offset} of a document that "
-                    "is now shorter: restore it, or start from the weights alone with train.init_from"
+                    "is now shorter: restore it, or start a new run from the weights with train.init_from"
                 )
 
     def close(self) -> None:
@@ -368,7 +368,7 @@ def check_block(state: dict[str, Any], block: int, seq_len: int) -> None:
             key = "data.shuffle_sequences" if name == "block" else "data.seq_len"
             raise DataError(
                 f"{key} was {shuffle[name]} and is {now}, but the checkpoint is inside a block of shuffled sequences: "
-                "set it back, or start from the weights alone with train.init_from"
+                "set it back, or start a new run from the weights with train.init_from"
             )
 
 

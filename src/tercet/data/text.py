@@ -191,7 +191,7 @@ class TextStream:
         if at > count and not self._options.accept_changes:
             raise DataError(
                 f"{self._name}: the cursor is at document {at} of a block that now has {count}: the files changed "
-                "since the checkpoint; restore them, or start from the weights alone with train.init_from"
+                "since the checkpoint; restore them, or start a new run from the weights with train.init_from"
             )
         order: list[int] = list(range(count))
         if self._shuffle_in_block:

@@ -185,7 +185,7 @@ def load_tokenizer(spec: str, eos_token: str = "") -> Tokenizer:
         kind = DataUsageError if is_permanent(error) else DataError
         raise kind(
             f"tokenizer={spec} is not a local file and cannot be fetched from the hub ({first_line(error)}): "
-            "check the name and the network, or give a tokenizer.json, or train one with `tercet data train-tokenizer`"
+            "check the name and the network, or train one with `tercet data train-tokenizer`"
         ) from error
     return _from_file(Path(fetched), spec, eos_token)
 

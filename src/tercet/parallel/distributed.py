@@ -210,8 +210,8 @@ class FullySharded(Distributed):
         if self.train.optimizer == "muon" and gloo and self.world.device.type == "cuda":
             # torch 2.11 crashes when it gathers GPU shards over gloo
             raise UsageError(
-                f"train.optimizer=muon with parallel.strategy={self.name} needs NCCL to gather its matrices: use one "
-                "GPU per rank without --parallel.backend gloo, or --parallel.strategy ddp, or --train.optimizer adamw"
+                f"train.optimizer=muon with parallel.strategy={self.name} needs NCCL: use one GPU per rank without "
+                "--parallel.backend gloo, or --parallel.strategy ddp, or --train.optimizer adamw"
             )
         with torch.device("meta"):
             return build()

@@ -176,9 +176,8 @@ def choice_plot(run: Run) -> Plot | None:
         integer_ticks(axes.xaxis)
 
     caption = (
-        "Of a query's attention to blocks other than the forced ones, the share that the chosen blocks receive, "
-        "compared with the best and a random choice of as many: mean and range over layers, and by layer in the last "
-        "samples. Measured on a sample of queries."
+        "Share of a query's attention to free (not forced) blocks that the chosen blocks capture, compared with the "
+        "best and a random choice: mean and range over layers, and by layer at the end. From a sample of queries."
     )
     svg = draw(over_time, height=2.4) + draw(by_layer, height=2.4)
     return Plot("choice", "How well blocks are chosen", caption, svg, wide=True)

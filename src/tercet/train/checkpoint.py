@@ -128,16 +128,15 @@ def compare_shapes(path: Path, live: Mapping[str, torch.Size], stored: Mapping[s
 def _fix(problem: str, names: Sequence[str]) -> str:
     """What to do about weights that do not fit, as far as their names tell."""
     if all(name.startswith(OPTIMIZER) for name in names):
-        return ": it was saved by a run that trained other parameters, drop train.init_state"
+        return ": it was saved by a run that trained other parameters: drop train.init_state"
     if problem == "lacks" and all(".selector." in name for name in names):
         return (
-            ": these weights have no learned selectors: set model.selector to compressed, or train a new model without "
-            "train.init_from (dense and block-sparse models can get selectors: export them with --format llama, then "
-            "tercet import hf FOLDER OUT --attention block-sparse --selector learned)"
+            ": these weights have no learned selectors: set model.selector to compressed; or export a dense or "
+            "block-sparse model with --format llama, and import it with --attention block-sparse --selector learned"
         )
     if problem == "has extra" and all(".selector." in name for name in names):
         return ": set model.selector to learned"
-    return ": give the model settings that these weights were trained with, which config.toml of their run has"
+    return ": use the model settings of these weights, in config.toml of their run"
 
 
 @dataclass(frozen=True)

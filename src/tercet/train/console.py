@@ -292,8 +292,8 @@ def check_memory(config: RunConfig, device: torch.device) -> None:
     if available is not None and state > available:
         raise UsageError(
             f"{quantity(parameters(config.model).total)} parameters with gradients and optimizer state take "
-            f"{size(state)} per rank, and {device_name(device)} has {size(available)}: use a smaller model, or shard "
-            "it over more ranks with --parallel.strategy fsdp"
+            f"{size(state)} per rank, and {device_name(device)} has {size(available)}: use a smaller model, or more "
+            "ranks with --parallel.strategy fsdp"
         )
     # A GPU that runs out of memory raises an error, a host kills processes: refuse what cannot fit even if the estimate
     # is far too high.

@@ -292,8 +292,7 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
     if model_keys:
         raise WrongCheckpoint(
             f"the checkpoint is of a different model: {'; '.join(messages[k] for k in model_keys)}: change these back "
-            "(without --preset and --config a run resumes with the settings in its folder), or start a new run, with "
-            "train.init_from if the weights have the same shapes"
+            "(without --preset and --config a run resumes with the settings in its folder), or start a new run"
         )
     for key, stored in (("train.optimizer", "the former"), ("train.selector.only", "the parameters that it trained")):
         if key in changed:

@@ -421,7 +421,7 @@ class Trainer:
         batches = [to_device(b, self.state.device) for b in self._recent[step]]
         path = write_dump(self.folder.path, step, self.state.model, batches, self.stage, rank=self.strategy.rank)
         raise Halted(
-            f"stopped: {skipped} of the last {len(self._recent)} steps were not finite, more than the limits allow "
+            f"stopped: {skipped} of the last {len(self._recent)} steps were not finite, over the limits "
             f"(train.max_skipped={self.config.train.max_skipped}, "
             f"train.max_skipped_in_row={self.config.train.max_skipped_in_row}); replay step {step} with "
             f"`{hints.replay_step(path)}`; {describe_newest(self.folder.checkpoints)}"

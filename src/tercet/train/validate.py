@@ -80,8 +80,8 @@ class Validation:
         if targets == 0:
             raise UsageError(
                 f"validation has no target tokens in {self._config.validation_passes} batches "
-                f"(train.val_tokens={self._config.train.val_tokens}): raise train.val_tokens or "
-                "data.validation_fraction, or turn validation off with --train.val_tokens 0"
+                f"(train.val_tokens={self._config.train.val_tokens}): raise it or data.validation_fraction, or turn "
+                "validation off with --train.val_tokens 0"
             )
         return float(self._strategy.all_sum(total).item()) / targets, targets
 
