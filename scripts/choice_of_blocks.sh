@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Which settings make block selection find distant tokens: train small models on the corpus of the quality runs, at 8,192.
+# Which settings make block selection find distant tokens: train small models at 8,192 tokens (scripts/linux_corpus.sh).
 #
 #     bash scripts/choice_of_blocks.sh CORPUS RUNS SEED VARIANT...
 #
