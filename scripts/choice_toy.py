@@ -52,7 +52,6 @@ NSA = NSAConfig(compress_block=8, compress_stride=4, select_block=16, select_cou
 LENGTHS, TOKENS, RUN = (64, 512, 2048), 2048, (16, 32)
 LR, WARM_UP, LAST_LR, DECAY = 1e-2, 30, 0.02, 0.01
 BEFORE = 3  # number of predecessors that must match
-EVERY = 8  # a learned selector learns from one query in this many
 WORDS: dict[str, dict[str, Any]] = {
     "base": {}, "dense": {"attention": "dense"}, "tie": {"compress_selected_keys": True}, "shared": {"shared_kv": True},
     "mean": {"compression": "mean"}, "keymean": {}, "slow": {}, "half": {"nsa": {"compress_block": 4}},
@@ -123,7 +122,6 @@ def build(words: list[str], seed: int, layers: int) -> Transformer:
     torch.manual_seed(seed)
     model = Transformer(ModelConfig(**SIZES, layers=layers, nsa=nsa, backend="reference", **options))
     model.embedding = WithTwoBefore(model.embedding, SIZES["init_std"])
-    model.selector_every = EVERY
     for layer in model.attention_layers():
         if "keymean" in words and isinstance(layer, NativeSparseAttention):
             layer.compress_k = Compression("mean", layer.head_dim, nsa)
@@ -224,6 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--steps", nargs="+", type=int, default=[200, 300], help=f"at {', '.join(map(str, LENGTHS))}")
+    parser.add_argument("--every", type=int, default=8, help="learned selectors learn from one query in this many")
     parser.add_argument("--held-out", type=int, default=48, help="streams of the last length to measure on")
     given = parser.parse_args(arguments)
     for variant in given.variants:
@@ -237,6 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
     for variant, seed in product(given.variants, given.seeds):
         words = variant.split("+")
         model = build(words, seed, given.layers)
+        model.selector_every = given.every
         train(model, "slow" in words, seed, given.steps)
         length = LENGTHS[len(given.steps) - 1]
         found = measure(model, *streams(np.random.default_rng(20_000 + seed), given.held_out, length))

@@ -105,6 +105,13 @@ def test_a_learned_selector_with_nothing_to_choose_is_noted(count, noted):
     assert "note" not in lines(model__nsa__select_count=count)
 
 
+@pytest.mark.parametrize(("every", "advised"), [(32, "16"), (17, "16"), (16, None)])
+def test_few_queries_that_teach_a_selector_are_noted(every, advised):
+    sizes = {"train__tokens_per_step": 1024, "model__nsa__select_count": 4, "model__selector": "learned"}
+    note = lines(**sizes, train__selector__every=every).get("note", "")
+    assert note.endswith(f"--train.selector.every {advised}") if advised else not note
+
+
 def test_a_long_first_step_is_announced_with_a_shorter_one(monkeypatch):
     assert "if steps reach 15% of the device's peak" in lines()["time"]
     assert "note" not in lines()

@@ -55,7 +55,7 @@ class SelectorConfig(Section):
     all_until: int = Field(default=0, ge=0)
     """With teacher=selected: use teacher=all before this step."""
     every: int = Field(default=128, ge=1)
-    """Compute the selector's loss on one query in this many."""
+    """Compute the selector's loss on one query in this many. Lower it if that is fewer than 64 queries per step."""
     weight: float = Field(default=1.0, ge=0)
     """Weight of the selector's loss; 0: the selector keeps its initial weights."""
     lr: float | None = Field(default=None, gt=0)

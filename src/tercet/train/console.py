@@ -84,7 +84,7 @@ def header_lines(
         lines.append(
             ("note", f"warmup_steps={train.warmup_steps} covers all {train.steps} steps: lr stays below its peak")
         )
-    if note := _nothing_to_select(config):
+    if note := _nothing_to_select(config) or _few_queries_teach(config):
         lines.append(("note", note))
     return lines
 
@@ -110,6 +110,24 @@ def _nothing_to_select(config: RunConfig) -> str:
     if model.selector != "learned" or "nsa" not in model.attention_kinds or (found := config.nothing_to_choose) is None:
         return ""
     return f"model.selector=learned has nothing to choose: {found.reason}: {found.fix}"
+
+
+# With 64 queries per step one layer learned to copy nearly as well as dense, with 16 it did not
+# (docs/lab-notes/learned-selection.md, "How many queries must teach a selector?").
+_TAUGHT_QUERIES = 64
+
+
+def _few_queries_teach(config: RunConfig) -> str:
+    """A note if the loss of learned selectors is computed on very few queries of a step."""
+    model, selector = config.model, config.train.selector
+    tokens = min(stage.train.tokens_per_step for stage in config.stages)
+    taught = max(1, tokens // selector.every)
+    if model.selector != "learned" or "nsa" not in model.attention_kinds or taught >= _TAUGHT_QUERIES:
+        return ""
+    return (
+        f"train.selector.every={selector.every}: selectors learn from only {taught} of {tokens:,} queries per step, "
+        f"use --train.selector.every {max(1, tokens // _TAUGHT_QUERIES)}"
+    )
 
 
 def _lengths(config: RunConfig) -> str:
