@@ -36,7 +36,7 @@ from tercet.train import console, state, step
 from tercet.train import cuda_graph as graph
 from tercet.train import trainer as loop
 from tercet.train.cuda_graph import StepGraph, capacity_for, fill_bounds
-from tercet.train.state import uses_cuda_graph
+from tercet.train.state import uses_compile, uses_cuda_graph
 from tercet.train.step import IGNORED_TARGET, MicroBatch
 from tercet.train.trainer import train
 
@@ -433,6 +433,15 @@ def test_graphs_are_refused_without_a_gpu_or_with_several_ranks(
         assert "--train.cuda_graph off" in str(refused.value)
     assert uses_cuda_graph(small(**changes), where) == (refusal is None)  # auto is the default
     assert not uses_cuda_graph(small(train__cuda_graph="off", **changes), where)
+
+
+def test_blocks_that_exchange_keys_are_not_compiled() -> None:
+    gpu, shared = torch.device("cuda"), {"parallel__strategy": "cp", "parallel__world_size": 2}
+    assert uses_compile(small(), gpu)
+    assert not uses_compile(small(), torch.device("cpu"))
+    assert not uses_compile(small(**shared), gpu)
+    with pytest.raises(TercetError, match="cannot be compiled"):
+        uses_compile(small(train__compile="on", **shared), gpu)
 
 
 def test_a_deterministic_run_does_not_choose_by_timing() -> None:

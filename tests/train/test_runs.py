@@ -211,6 +211,15 @@ def test_a_damaged_init_from_is_one_line(done: Path, tmp_path: Path, config: obj
             start(new)
 
 
+def test_a_damaged_file_of_weights_is_one_line_and_has_no_moments(tmp_path: Path) -> None:
+    weights = tmp_path / "weights.safetensors"
+    weights.write_bytes(b"these are no weights")
+    for state, said in (("weights", "damaged, copy it again"), ("optimizer", "holds weights only")):
+        with pytest.raises(TercetError, match=said) as told:
+            train_small(tmp_path / state, train__init_from=str(weights), train__init_state=state)
+        assert "\n" not in str(told.value)
+
+
 def test_selectors_cannot_start_from_some_that_rotate_other_channels(tmp_path: Path) -> None:
     first = small(run__dir=str(tmp_path / "first"), model__selector="learned", model__selector_rotary=0, train__steps=1)
     assert train(first) == 0

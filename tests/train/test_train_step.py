@@ -14,6 +14,7 @@ from tercet.data.loader import build_loader
 from tercet.model.transformer import Transformer
 from tercet.parallel.strategy import Single
 from tercet.train.optim import build_optimizer, learning_rate
+from tercet.train.state import freeze_all_but_selectors
 from tercet.train.step import IGNORED_TARGET, MicroBatch, NonFiniteGuard, StepResult, loss_sum, to_device, train_step
 
 CPU = torch.device("cpu")
@@ -91,6 +92,11 @@ def test_the_loss_is_the_mean_over_the_target_tokens_of_the_whole_step() -> None
     assert result.loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+def test_a_step_without_targets_has_no_loss_and_is_not_skipped() -> None:
+    result = step(*model_and_optimizer(), [batch(2, ignored=2 * 64)])
+    assert (result.loss.item(), result.grad_norm.item(), bool(result.nonfinite)) == (0, 0, False)
+
+
 @pytest.mark.parametrize("clip", [0.0, 1e-3])
 def test_grad_norm_is_the_norm_before_clipping(clip: float) -> None:
     model, optimizer = model_and_optimizer()
@@ -117,6 +123,18 @@ def test_clipping_scales_all_gradients_to_the_global_norm() -> None:
     assert clipped.abs().max().item() == pytest.approx(0.01 * largest / float(total), rel=1e-3)
 
 
+def test_gradients_of_selectors_are_clipped_by_themselves_or_not_at_all() -> None:
+    def norm(clip: float) -> float:
+        model, optimizer = model_and_optimizer(model__selector="learned", train__selector__clip=clip)
+        model.selector_every = 4
+        seen = captured_gradients(model, optimizer, [batch(2)])
+        return torch.cat([g.flatten() for name, g in seen.items() if ".selector." in name]).norm().item()
+
+    free = norm(0.0)
+    assert free > 0
+    assert norm(free / 2) == pytest.approx(free / 2, rel=0.05)  # torch adds 1e-6 to the norm
+
+
 def test_weight_decay_applies_to_matrices_only() -> None:
     model, optimizer = model_and_optimizer()
     decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] > 0 for p in g["params"]}
@@ -124,6 +142,14 @@ def test_weight_decay_applies_to_matrices_only() -> None:
         assert (id(parameter) in decayed) == (parameter.ndim >= 2), name
     grouped = [p for g in optimizer.param_groups for p in g["params"]]
     assert len(grouped) == len({id(p) for p in grouped}) == len(list(model.parameters()))
+
+
+def test_frozen_matrices_are_in_no_optimizer() -> None:
+    config = small(train__optimizer="muon", model__selector="learned")
+    model = Transformer(config.model)
+    freeze_all_but_selectors(model)
+    grouped = {p for group in build_optimizer(model, config.train).param_groups for p in group["params"]}
+    assert grouped == {p for name, p in model.named_parameters() if ".selector." in name}
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -226,11 +252,12 @@ def test_past_a_limit_the_weights_freeze(total: int, in_row: int, halts_at: int)
         step(model, optimizer, [batch(2)], guard, number)
     assert guard.halted_at() == halts_at
     before = snapshot(model, optimizer)
+    step(model, optimizer, [batch(2)], guard, halts_at + 1)
     poison.on = False
-    result = step(model, optimizer, [batch(2, seed=3)], guard, halts_at + 1)
+    result = step(model, optimizer, [batch(2, seed=3)], guard, halts_at + 2)
     assert not bool(result.nonfinite)
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
-    assert guard.halted_at() == halts_at
+    assert guard.halted_at() == guard.total() == halts_at
 
 
 def test_finite_steps_reset_the_count_in_a_row_but_not_the_total() -> None:
@@ -274,6 +301,11 @@ def test_wsd_stays_at_its_peak_and_decays_linearly_at_the_end() -> None:
     config = TrainConfig(steps=100, warmup_steps=10, lr=1.0, min_lr_ratio=0.0, schedule="wsd", decay_ratio=0.2)
     assert {learning_rate(config, s) for s in range(10, 81)} == {1.0}
     assert [learning_rate(config, s) for s in (85, 90, 100)] == pytest.approx([0.75, 0.5, 0.0])
+
+
+def test_wsd_does_not_decay_during_warmup() -> None:
+    config = TrainConfig(steps=100, warmup_steps=80, lr=1.0, min_lr_ratio=0.0, schedule="wsd", decay_ratio=0.5)
+    assert [learning_rate(config, s) for s in (40, 80, 90, 100)] == pytest.approx([0.5, 1.0, 0.5, 0.0])
 
 
 def test_constant_stays_constant() -> None:
