@@ -76,6 +76,15 @@ def test_a_plan_takes_no_time_from_the_peak_of_another_arithmetic(capsys):
     assert seconds is None
 
 
+def test_a_plan_takes_half_the_time_on_two_ranks(capsys):
+    def seconds(*flags: str) -> float:
+        m7c = ("--preset", "m7c", "--gpu", "H200", "--train.micro_batch", "1")
+        return json.loads(run(capsys, "plan", *m7c, *flags, "--json")[1])["seconds"]
+
+    both = seconds("--parallel.strategy", "ddp", "--parallel.world_size", "2")
+    assert both == pytest.approx(seconds() / 2)
+
+
 def test_plan_as_json_is_one_line(capsys):
     code, out, _ = run(capsys, "plan", "--preset", "tiny", "--json")
     found = json.loads(out)

@@ -118,6 +118,10 @@ def test_the_plan_has_a_row_for_each_stage_and_their_sums() -> None:
     assert [(s.seq_len, s.steps, s.micro_batch) for s in plan.stages] == [(1024, 100, 64), (65536, 10, 2)]
     assert plan.seconds == pytest.approx(sum(s.seconds or 0 for s in plan.stages))
     assert plan.memory.total == max(s.memory_total for s in plan.stages)
+    work = sum(s.steps * s.tokens_per_step * s.flops_per_token for s in plan.stages)
+    assert plan.flops_per_token * plan.tokens == pytest.approx(work)
+    shrinking = with_stages("65536:10:tokens_per_step=131072:micro_batch=2,1024:100:tokens_per_step=65536")
+    assert make_plan(shrinking, device).memory == plan.memory
     lines = render(config, plan)
     assert any(line.startswith("  stage 2   131,072 tokens = 2 sequences × 65,536 tokens") for line in lines)
     assert any(line.split()[:3] == ["2", "10", "65,536"] for line in lines)

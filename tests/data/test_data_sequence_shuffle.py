@@ -132,6 +132,10 @@ def test_block_settings_cannot_change_inside_a_block(configs, read):
         read(configs["jsonl"], 0, sequences=4, state=state)
     with pytest.raises(DataError, match=r"data\.seq_len was \d+ and is 160"):
         read(shuffled(data, seq_len=160), 0, sequences=4, state=state)
+    between = read(data, 3, sequences=4)[-1].state
+    assert len(read(shuffled(data, block=7), 2, sequences=4, state=between)) == 2
+    with pytest.raises(DataError, match=r"data\.shuffle_sequences was 12 and is 0"):
+        read(configs["jsonl"], 0, sequences=4, state=between)  # plain packing cannot read its cursor
     plain = read(configs["jsonl"], 2, sequences=4)[-1].state
     assert len(read(data, 2, sequences=4, state=plain)) == 2
 

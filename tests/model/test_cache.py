@@ -109,14 +109,22 @@ def test_the_default_config_splits_in_the_middle_of_every_block():
     torch.testing.assert_close(out, layer(x), **CLOSE)
 
 
-def test_a_long_chunk_processed_in_parts_equals_the_whole_sequence(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tercet.model.decode._CHUNK_NUMBERS", 2000)
-    for kind in (tercet.NativeSparseAttention, tercet.DenseAttention):
-        layer = make(kind=kind)
-        x = torch.randn(2, 45, 12, dtype=torch.float64)
-        out, cache = feed(layer, x, [9, 36])
-        torch.testing.assert_close(out, layer(x), **CLOSE)
-        assert cache.reads.shape == (2, 36, 2)
+@pytest.mark.parametrize("options", [
+    {},
+    LEARNED,
+    {"selector": "random"},
+    {"kind": tercet.DenseAttention},
+    {"kind": tercet.WindowAttention},
+    {"kind": tercet.BlockSparseAttention},
+    {"kind": tercet.BlockSparseAttention, **LEARNED},
+], ids=str)  # fmt: skip
+def test_a_long_chunk_processed_in_parts_equals_the_whole_sequence(options, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tercet.model.decode._CHUNK_NUMBERS", 500)
+    layer = make(**options)
+    x = torch.randn(2, 45, 12, dtype=torch.float64)
+    out, cache = feed(layer, x, [9, 36])
+    torch.testing.assert_close(out, layer(x), **CLOSE)
+    assert cache.reads.shape == (2, 36, 2)
 
 
 @settings(max_examples=30, phases=QUICK)

@@ -18,12 +18,14 @@ from tercet.model.config import ModelConfig
 from tercet.model.cost import (
     activation_bytes_per_token,
     attention_pairs,
+    compression_flops,
     flops_per_token,
     forward_flops,
     memory,
     optimizer_numbers,
     pairs,
     parameters,
+    scoring_flops,
 )
 from tercet.model.transformer import Transformer
 from tercet.train.optim import build_optimizer
@@ -109,6 +111,22 @@ def test_pairs_of_block_sparse_attention_match_a_count_query_by_query(nsa, lengt
         blocks = min(nsa.select_count, t // nsa.select_block + 1)
         count += t + 1 if t < dense_below else (blocks - 1) * nsa.select_block + t % nsa.select_block + 1
     assert attention_pairs(config, "nsa", length).total == count
+
+
+@given(configs(), st.integers(1, 200))
+def test_a_selector_scores_free_blocks_of_queries_that_choose(nsa, length):
+    config = ModelConfig(**SIZES, nsa=nsa, selector="learned", selector_dim=6)
+    current = [t // nsa.select_block for t in range(length)]
+    keys = sum((c - nsa.select_local + 1) * nsa.select_block for c in current if c >= nsa.select_count)
+    assert scoring_flops(config, length) == 2 * 2 * 6 * keys
+
+
+@given(configs(), st.integers(1, 200))
+def test_phi_multiplies_each_chunk_once_in_documents_that_have_compressed_tokens(nsa, length):
+    config = ModelConfig(**SIZES, nsa=nsa)
+    compressed = max(0, (length - nsa.compress_block) // nsa.compress_stride + 1)
+    products = length // nsa.compress_stride * nsa.compress_block + compressed if compressed else 0
+    assert compression_flops(config, length) == 2 * 2 * 2 * 8 * 8 * products
 
 
 def test_block_sparse_attention_costs_less_than_three_branches_and_at_most_dense():

@@ -147,12 +147,8 @@ def attention_pairs(model: ModelConfig, kind: str, length: int) -> Pairs:
 
 
 def _block_sparse_pairs(model: ModelConfig, length: int) -> Pairs:
-    """Queries below dense_below read everything; below select_count · select_block, so does a selection."""
-    nsa = model.nsa
-    covered = nsa.selected_tokens
-    if length <= max(model.dense_below, covered):
-        return Pairs(dense=length * (length + 1) // 2)
-    early = model.dense_below if model.dense_below > covered else 0
+    """Queries below dense_below read everything."""
+    nsa, early = model.nsa, min(model.dense_below, length)
     return Pairs(selected=_selected_pairs(nsa, length) - _selected_pairs(nsa, early), dense=early * (early + 1) // 2)
 
 
