@@ -119,6 +119,7 @@ data prepare --out full --data.source text --data.path text.txt              out
 data prepare --out run --data.source text --data.path text.txt               out=run contains checkpoints, events_rank0
 data prepare --out o --workers -1                                            workers=-1 is below 0
 data train-tokenizer --out t.json --vocab_size 3                             vocab_size=3 is below 257
+data train-tokenizer --out text.txt/t.json --vocab_size 257                  --out text.txt/t.json cannot be written
 data train-tokenizer --out t.json --data.source shards --data.path empty     source=shards has no text
 data train-tokenizer --out t --data.source text --data.path text.txt         vocab_size=8192 is too large
 data inspect --data.source text --data.path text.txt --sequences 0           sequences=0 is below 1

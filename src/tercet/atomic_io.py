@@ -10,6 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tercet.errors import UsageError
+
+
+def check_writable(flag: str, file: Path) -> None:
+    """Fail before the work if `file` cannot be written. Creates its folder."""
+    existed = file.exists()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("ab").close()
+        if not existed:
+            file.unlink()
+    except OSError as error:
+        raise UsageError(f"{flag} {file} cannot be written ({error.strerror}): choose another file") from None
+
 
 def sync(path: Path) -> None:
     """fsync a file's content, or a folder's entries."""

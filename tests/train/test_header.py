@@ -24,6 +24,11 @@ def lines(device=CPU, step=0, vocab_size=256, **changes):
     return dict(console.header_lines(small(**changes), state, device, Single(), "runs/x", vocab_size))
 
 
+def test_the_block_of_sequences_to_shuffle_is_named_since_the_first_step_waits_for_it():
+    assert "8,192 packed and shuffled before the first step" in lines(**{"data.shuffle_sequences": 8192})["data"]
+    assert "shuffled" not in lines(**{"data.shuffle_sequences": 0})["data"]
+
+
 def test_settings_are_those_that_differ_from_the_preset():
     loaded = load("tiny", flags={"train.lr": 0.5})
     first, *changes, last = console.config_lines(loaded.config, loaded.origins, Path("runs/x"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tercet.atomic_io import check_writable
 from tercet.config.data import DataConfig
 from tercet.data.sources import record_source, validation_split
 from tercet.data.stream import BadRecordError, DataError, DataUsageError
@@ -35,6 +37,7 @@ def train_bpe(
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:
         raise DataError("training needs the tokenizers library: pip install 'tercet[data]'") from error
+    check_writable("--out", out)
     library = Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -42,7 +45,7 @@ def train_bpe(
         vocab_size=vocab_size,
         special_tokens=[EOS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        show_progress=sys.stderr.isatty(),
     )
     library.train_from_iterator(_texts(data, max_bytes, seed), trainer)
     if library.get_vocab_size() < vocab_size:
@@ -52,7 +55,6 @@ def train_bpe(
         )
     tokenizer = LibraryTokenizer(library, str(out), EOS)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         tokenizer.save(out)
     except OSError as error:
         raise DataError(f"out={out} cannot be written ({error}): choose another file") from error

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
+from tercet.atomic_io import check_writable
 from tercet.config.data import DataConfig
 from tercet.config.flags import Arg
 from tercet.errors import UsageError
@@ -105,18 +106,6 @@ def check_plot(plot: Path | None) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(f"--plot {plot} needs matplotlib: pip install 'tercet[report]', or drop --plot")
     check_writable("--plot", plot)
-
-
-def check_writable(flag: str, file: Path) -> None:
-    """Fail before measuring if `file` cannot be written. Creates its folder."""
-    existed = file.exists()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.open("ab").close()
-        if not existed:
-            file.unlink()
-    except OSError as error:
-        raise UsageError(f"{flag} {file} cannot be written ({error.strerror}): choose another file") from None
 
 
 def check_empty(out: Path) -> None:

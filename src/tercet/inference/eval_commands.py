@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tercet.atomic_io import check_writable
 from tercet.errors import TercetError, UsageError
 from tercet.inference.arguments import (
     DataOf,
@@ -23,7 +24,6 @@ from tercet.inference.arguments import (
     check_model,
     check_plot,
     check_recall,
-    check_writable,
     read_prompt_file,
 )
 from tercet.terminal import Progress, printable

@@ -61,7 +61,7 @@ def header_lines(
     trains = f", of which the selectors' {quantity(selector_parameters(model))} train" if train.selector.only else ""
     lines = [
         ("model", f"{quantity(parameters(model).total)} parameters{trains}: {sizes}"),
-        ("data", f"{config.data.source}, tokenizer {config.data.tokenizer}, sequences of {_lengths(config)}"),
+        ("data", f"{config.data.source}, tokenizer {config.data.tokenizer}, sequences of {_sequences(config)}"),
         ("device", f"{device_name(device)}, {', '.join(_execution(config, device))}"),
         ("strategy", f"{strategy.name}, {plural(strategy.world_size, 'rank')}"),
         *_step_lines(config),
@@ -130,8 +130,10 @@ def _few_queries_teach(config: RunConfig) -> str:
     )
 
 
-def _lengths(config: RunConfig) -> str:
-    return ", then ".join(str(stage.data.seq_len) for stage in config.stages)
+def _sequences(config: RunConfig) -> str:
+    lengths = ", then ".join(str(stage.data.seq_len) for stage in config.stages)
+    block = config.data.shuffle_sequences
+    return f"{lengths}, {block:,} packed and shuffled before the first step" if block else lengths
 
 
 def _step_lines(config: RunConfig) -> list[tuple[str, str]]:
