@@ -159,6 +159,9 @@ def test_text_that_is_not_utf8_is_named(tmp_path, read):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
     with pytest.raises(BadRecordError, match=r"a.txt: is not UTF-8 \(.* at byte 3\)"):
         read(config("text", tmp_path))
+    (tmp_path / "a.txt").write_text("café", encoding="utf-16")
+    with pytest.raises(BadRecordError, match=r"a.txt: is UTF-16, not UTF-8"):
+        read(config("text", tmp_path))
 
 
 def test_text_files_are_split_at_the_separator(tmp_path, read, documents_of):

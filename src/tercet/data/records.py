@@ -7,6 +7,7 @@ error is not: it says nothing about the record, so readers raise it.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import re
@@ -208,6 +209,8 @@ def _text_record(text: bytes, path: Path, index: int | str) -> Record | BadRecor
     try:
         text.decode()
     except UnicodeDecodeError as error:
+        if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            return BadRecordError(str(path), index, "is UTF-16, not UTF-8")
         return BadRecordError(str(path), index, f"is not UTF-8 ({error.reason} at byte {error.start})")
     return Record(text)
 

@@ -150,6 +150,7 @@ def _print_answers(model: LanguageModel, prompts: list[str], json: bool, **optio
     print(
         f"{plural(timing.prompt_tokens, 'prompt token')} in {timing.prefill_seconds:.2f} s, then "
         f"{timing.tokens_per_second:,.1f} tokens/s on {model.device}, {str(model.dtype).removeprefix('torch.')}"
+        f"{f', checkpoint of step {model.step:,}' if model.step else ''}"
         f"{_keys_read(model, timing, len(prompts))}",
         file=sys.stderr,
     )
