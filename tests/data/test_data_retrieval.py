@@ -41,8 +41,8 @@ def lessons(configs):
 
 @pytest.fixture
 def one_wording(monkeypatch):
-    """Facts are `SET key = value`, questions for one `GET key = value`."""
-    wordings = replace(TRAINING_WORDINGS, pairs=(Pair("SET {key} = {value}", "GET {key} = "),))
+    """Facts are `SET key = value`, questions for one `THEN GET key = value`."""
+    wordings = replace(TRAINING_WORDINGS, pairs=(Pair("SET {key} = {value}", "THEN GET {key} = "),))
     monkeypatch.setattr("tercet.data.exercises._P", wordings)
 
 
@@ -124,7 +124,7 @@ def test_facts_come_before_their_questions_in_the_same_sequence(lessons, read):
         tokens = batch.tokens.flatten().tolist()
         for begin, end in pairwise(batch.cu_seqlens.tolist()):
             text = bytes(tokens[begin:end]).decode(errors="replace")
-            for question in re.finditer(r"^GET (\S+ = \S+)$", text, re.M):
+            for question in re.finditer(r"^THEN GET (\S+ = \S+)$", text, re.M):
                 place = text.find(f"SET {question.group(1)}\n", 0, question.start())
                 assert place >= 0, question.group()
                 asked.add(question.group(1))
@@ -153,7 +153,7 @@ def test_questions_have_the_answers_that_the_evaluation_asks_for():
             names, values = [fact.group(1) for fact in found], [fact.group(2) for fact in found]
             sizes["keys" if len(set(names)) > 1 else "values", len(facts)] += 1
             if len(facts) == 1:
-                assert question.text == f"GET {names[0]} = {values[0]}"
+                assert question.text == f"THEN GET {names[0]} = {values[0]}"
             elif len(facts) > 1:
                 asked = ", ".join(dict.fromkeys(names))
                 assert re.search(rf"{asked}.*{', '.join(values)}", question.text), question
@@ -250,7 +250,7 @@ def test_exercises_in_other_tokens_decode_to_whole_lines(lessons, small_bpe, rea
     batches = read(data, 24)
     text = "\n".join(tokenizer.decode(row.tolist()) for batch in batches for row in batch.tokens)
     assert batches[-1].stats.exercises > 10
-    assert len(re.findall(r"^(?:SET|GET) \S+ = \S+$", text, re.M)) > 2
+    assert len(re.findall(r"^(?:SET|THEN GET) \S+ = \S+$", text, re.M)) > 2
 
 
 @pytest.mark.usefixtures("one_wording")

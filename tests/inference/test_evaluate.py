@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -235,6 +236,14 @@ def test_sequences_without_a_scored_target_are_skipped(tmp_path, capsys):
 def test_the_search_for_a_scored_target_ends_in_endless_data():
     with pytest.raises(TercetError, match="--last 1 has no target"):
         next(within_documents(language_model(), length=16, sequences=1, last=1))
+
+
+def test_the_search_goes_on_while_some_sequences_have_a_scored_target(monkeypatch):
+    monkeypatch.setattr("tercet.inference.perplexity._UNSCORED", 2)
+    scored, unscored = (SimpleNamespace(cu_seqlens=None, targets=torch.tensor([[1, last]])) for last in (1, -100))
+    batches = [unscored, scored] * 3 + [unscored, unscored, scored]
+    monkeypatch.setattr("tercet.inference.perplexity.held_out", lambda model, **_: iter(batches))
+    assert list(within_documents(language_model(), length=2, sequences=9, last=1)) == [scored] * 3
 
 
 def test_models_of_other_data_and_seeds_are_compared_on_the_same_text(tmp_path, capsys):

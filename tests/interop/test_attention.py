@@ -129,19 +129,23 @@ def test_padding_changes_nothing(sparse, side: str, given_positions: bool):
 
 
 @pytest.mark.parametrize("dense_below", [0, 40])
-@pytest.mark.parametrize("padded", [False, True])
-def test_tokens_after_a_cache_equal_whole_sequences(sparse, dense_below: int, padded: bool):
+@pytest.mark.parametrize(("padded", "given_positions"), [(False, False), (True, False), (True, True)])
+def test_tokens_after_a_cache_equal_whole_sequences(sparse, dense_below: int, padded: bool, given_positions: bool):
     use_block_sparse(sparse, NSA, dense_below=dense_below)
     tokens, mask = some_tokens(2, 80), torch.ones(2, 80, dtype=torch.long)
     if padded:
         mask[1, :17] = 0  # longer than the first chunk
         mask[0, 20:23] = 0  # as when a right-padded prompt goes on
-    whole = sparse(tokens, attention_mask=mask).logits
+    # as `generate` passes them: 1 for padding
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1) if given_positions else None
+    whole = sparse(tokens, attention_mask=mask, position_ids=positions).logits
     cache, parts, at = DynamicCache(), [], 0
     for width in (13, 12, 1, 20, 1, 1, 32):
         part = slice(at, at + width)
         seen = mask[:, : part.stop] if padded else None
-        parts.append(sparse(tokens[:, part], attention_mask=seen, past_key_values=cache).logits)
+        own = None if positions is None else positions[:, part]
+        out = sparse(tokens[:, part], attention_mask=seen, position_ids=own, past_key_values=cache)
+        parts.append(out.logits)
         at += width
     real = mask.bool()
     torch.testing.assert_close(torch.cat(parts, 1)[real], whole[real], **ERROR)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 import tercet
 from cases import cu, inputs, judge, wrong_sets
+from tercet.attention import stages
 from tercet.attention.kernels import nsa
 from tercet.attention.kernels.compressed import forward
 from tercet.attention.kernels.decode.common import Scores
@@ -16,7 +17,7 @@ from tercet.attention.kernels.decode.scores import select_blocks as decode_selec
 from tercet.attention.kernels.launch import LOG2E
 from tercet.attention.kernels.scores import largest, select
 from tercet.attention.kernels.varlen import Documents, compressed_bounds
-from tercet.attention.layout import KernelLayout
+from tercet.attention.layout import KernelLayout, Packing, Span
 from tercet.bench import attention
 
 pytestmark = pytest.mark.interpreter
@@ -105,6 +106,21 @@ def test_ranges_of_queries_and_rounds_of_blocks_change_nothing() -> None:
     once = select(x.q, x.kc, lse, cfg, documents)
     assert torch.equal(select(x.q, x.kc, lse, cfg, documents, scratch_bytes=2000), once)
     assert torch.equal(select(x.q, x.kc, lse, cfg, documents, widest=2), once)
+
+
+@pytest.mark.parametrize("blocks", [34, 35, 66, 67])
+def test_long_rows_choose_as_the_reference(blocks: int) -> None:
+    """Scores of 128 blocks: a quarter or half of them, or one more, are those of the last queries."""
+    cfg, lengths = config(select_count=12), (544, 16 * blocks)
+    length, bounds = sum(lengths), cu(lengths)
+    x = inputs(cfg, length, groups=1, per_group=1, key_size=16, value_size=16, documents=lengths, dtype=torch.float32)
+    first, tokens = length - 16, x.kc.shape[1]
+    q = x.q[:, first:]
+    documents = Documents(1, length, tokens, bounds, compressed_bounds(bounds, 8, 4), first_query=first, queries=16)
+    chosen = select(q, x.kc, forward(q, x.kc, x.vc, cfg, documents)[1], cfg, documents)
+    packing = Packing(bounds, length, tokens, cfg)
+    _, expected = stages.compressed_attention(q, x.kc, x.vc, config=cfg, packing=packing, span=Span(first))
+    assert torch.equal(chosen, expected)
 
 
 def test_half_precision_inputs_select_as_exact_arithmetic_does() -> None:
