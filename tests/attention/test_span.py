@@ -1,13 +1,15 @@
-"""Stages on a query range equal those rows of the whole sequence."""
+"""The reference on a query range equals those rows of the whole sequence."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tercet.attention import stages
+from tercet.attention import reference
 from tercet.attention.block_sparse import run_block_sparse
+from tercet.attention.checks import check_span
 from tercet.attention.config import NSAConfig
+from tercet.attention.functional import run_window
 from tercet.attention.layout import Packing, Span
 
 CONFIG = NSAConfig(8, 4, 16, 4, 1, 2, 24)
@@ -31,46 +33,41 @@ def test_a_query_range_equals_those_rows_of_the_whole(bounds, on_device, request
     q, k, v, compressed, packing = make(bounds)
     kc, vc = compressed.split((8, 6), dim=-1)
     part = slice(FIRST, END)
-    whole, chosen = stages.compressed_attention(q, kc, vc, config=CONFIG, packing=packing)
-    some, some_chosen = stages.compressed_attention(
-        q[:, part], kc, vc, config=CONFIG, packing=packing, span=Span(FIRST)
-    )
+    whole, chosen, _ = reference.compressed_attention(q, kc, vc, CONFIG, packing)
+    some, some_chosen, _ = reference.compressed_attention(q[:, part], kc, vc, CONFIG, packing, span=Span(FIRST))
     torch.testing.assert_close(some, whole[:, part])
     assert torch.equal(some_chosen, chosen[:, part])
     # keys from the beginning of the document of the first query
     start = 0 if bounds is None else 50
     span, keys = Span(FIRST, start), slice(start, END)
     torch.testing.assert_close(
-        stages.selected_attention(
-            q[:, part], k[:, keys], v[:, keys], chosen[:, part], config=CONFIG, packing=packing, span=span
-        ),
-        stages.selected_attention(q, k, v, chosen, config=CONFIG, packing=packing)[:, part],
+        reference.selected_attention(q[:, part], k[:, keys], v[:, keys], chosen[:, part], CONFIG, packing, span),
+        reference.selected_attention(q, k, v, chosen, CONFIG, packing)[:, part],
     )
     start = FIRST - CONFIG.window + 1
     span, keys = Span(FIRST, start), slice(start, END)
     torch.testing.assert_close(
-        stages.window_attention(q[:, part], k[:, keys], v[:, keys], config=CONFIG, packing=packing, span=span),
-        stages.window_attention(q, k, v, config=CONFIG, packing=packing)[:, part],
+        reference.window_attention(q[:, part], k[:, keys], v[:, keys], CONFIG, packing, span),
+        reference.window_attention(q, k, v, CONFIG, packing)[:, part],
     )
 
 
 def test_keys_that_do_not_reach_the_queries_are_rejected():
     q, k, v, _, _ = make(None)
     with pytest.raises(ValueError, match="k_window holds tokens 40 to 90: queries up to token 101"):
-        stages.window_attention(q[:, FIRST:END], k[:, 40:90], v[:, 40:90], config=CONFIG, span=Span(FIRST, 40))
+        run_window(q[:, FIRST:END], k[:, 40:90], v[:, 40:90], config=CONFIG, span=Span(FIRST, 40))
     with pytest.raises(ValueError, match="k_window begins at token 48: the window of query 70 begins at 47"):
-        stages.window_attention(q[:, FIRST:END], k[:, 48:END], v[:, 48:END], config=CONFIG, span=Span(FIRST, 48))
+        run_window(q[:, FIRST:END], k[:, 48:END], v[:, 48:END], config=CONFIG, span=Span(FIRST, 48))
 
 
 def test_query_ranges_outside_the_sequence_are_rejected():
     q, k, v, compressed, packing = make([0, 50, LENGTH])
     with pytest.raises(ValueError, match="must not be negative"):
-        stages.window_attention(q, k, v, config=CONFIG, span=Span(-1))
+        run_window(q, k, v, config=CONFIG, span=Span(-1))
     with pytest.raises(ValueError, match="tokens 20 to 140 of 120"):
-        stages.selected_attention(q, k, v, torch.empty(0), config=CONFIG, packing=packing, span=Span(20))
-    kc, vc = compressed[:, :20].split((8, 6), dim=-1)
+        run_window(q, k, v, config=CONFIG, packing=packing, span=Span(20))
     with pytest.raises(ValueError, match="k_compressed has 20 tokens: queries up to token 101 need 24"):
-        stages.compressed_attention(q[:, FIRST:END], kc, vc, config=CONFIG, span=Span(FIRST))
+        check_span(q[:, FIRST:END], compressed[:, :20], "compressed", Span(FIRST), CONFIG, None)
 
 
 def test_dense_below_beyond_the_selection_needs_whole_sequences():

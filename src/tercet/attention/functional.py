@@ -30,7 +30,6 @@ from tercet.attention.layout import (
     why_no_query_range,
 )
 from tercet.attention.selector import check_selector, choose_blocks
-from tercet.attention.stages import check_stage
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,10 @@ def run_window(
     span: Span = WHOLE,
 ) -> tuple[Tensor, tuple[str, str | None]]:
     """The window branch alone, without a gate, as a whole layer needs it: (out, (backend, reason)). See run_nsa."""
-    check_stage(q, k, v, "window", config, None, packing, span)
+    checks.check_tensors({"q": q, "k_window": k, "v_window": v})
+    if span is not WHOLE:
+        checks.check_span(q, k, "window", span, config, packing)
+    checks.check_keys(q, k, v, "window", q.shape[1] if span is WHOLE else None)
     route = choose_backend(backend, _without_gates(NSAInputs(q, k, v, k, v, k, v, q)), config)
     with torch.autocast(q.device.type, enabled=False):
         if route[0] == "triton":
@@ -258,8 +260,8 @@ def _run_reference(
     packing: Packing | None,
     branches: tuple[str, ...],
     block_indices: Tensor | None,
-    span: Span = WHOLE,
-    select: bool = False,
+    span: Span,
+    select: bool,
 ) -> tuple[Tensor, Tensor | None]:
     if (buckets := document_buckets(packing, span)) is not None:
         return _run_reference_by_buckets(inputs, config, buckets, branches, block_indices, select)
@@ -306,7 +308,7 @@ def _run_reference_by_buckets(
             *(bucket.rows(x) for x in inputs[3:]),
         )
         given = None if block_indices is None else bucket.rows(block_indices)
-        out, indices = _run_reference(rows, config, None, branches, given, select=select)
+        out, indices = _run_reference(rows, config, None, branches, given, WHOLE, select)
         outs.append(out)
         if indices is not None:
             selections.append(indices)

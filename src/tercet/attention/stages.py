@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tercet.attention import checks, reference
 from tercet.attention.config import NSAConfig
-from tercet.attention.layout import WHOLE, Packing, Span, keep_selection
+from tercet.attention.layout import Packing, keep_selection
 
 
 def compress_mean(x: Tensor, *, config: NSAConfig, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -43,20 +43,16 @@ def compressed_attention(
     config: NSAConfig,
     cu_seqlens: Tensor | None = None,
     return_scores: bool = False,
-    packing: Packing | None = None,
-    span: Span = WHOLE,
 ) -> tuple[Tensor, Tensor]:
     """The compressed branch and its selection: (out [B, T, H, Dv], block_indices [B, T, G, n]).
 
     With return_scores, (out, scores [B, T, G, blocks]): the importance of Eq. 10, which takes T²/l' memory.
-    With a span, q holds a query range; k_compressed and v_compressed are those of the whole sequence.
     """
-    packing = check_stage(q, k_compressed, v_compressed, "compressed", config, cu_seqlens, packing, span)
+    packing = _check(q, k_compressed, v_compressed, "compressed", config, cu_seqlens)
     with torch.autocast(q.device.type, enabled=False):
         out, indices, scores = reference.compressed_attention(
-            q, k_compressed, v_compressed, config, packing,
-            want_indices=not return_scores, want_scores=return_scores, span=span,
-        )  # fmt: skip
+            q, k_compressed, v_compressed, config, packing, want_indices=not return_scores, want_scores=return_scores
+        )
     if return_scores:
         assert scores is not None
         return out, scores
@@ -88,36 +84,19 @@ def selected_attention(
     *,
     config: NSAConfig,
     cu_seqlens: Tensor | None = None,
-    packing: Packing | None = None,
-    span: Span = WHOLE,
 ) -> Tensor:
-    """The selected branch (Eq. 12) over given blocks [B, T, G, n]; blocks after a query's own are not read.
-
-    With a span, q holds a query range, and k and v at least the selected tokens.
-    """
-    packing = check_stage(q, k, v, "selected", config, cu_seqlens, packing, span)
+    """The selected branch (Eq. 12) over given blocks [B, T, G, n]; blocks after a query's own are not read."""
+    packing = _check(q, k, v, "selected", config, cu_seqlens)
     checks.check_block_indices(block_indices, q, k.shape[2], config)
     with torch.autocast(q.device.type, enabled=False):
-        return reference.selected_attention(q, k, v, block_indices, config, packing, span)
+        return reference.selected_attention(q, k, v, block_indices, config, packing)
 
 
-def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    config: NSAConfig,
-    cu_seqlens: Tensor | None = None,
-    packing: Packing | None = None,
-    span: Span = WHOLE,
-) -> Tensor:
-    """The window branch: the last w tokens, including the current one.
-
-    With a span, q holds a query range, and k and v at least the tokens of its windows.
-    """
-    packing = check_stage(q, k, v, "window", config, cu_seqlens, packing, span)
+def window_attention(q: Tensor, k: Tensor, v: Tensor, *, config: NSAConfig, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The window branch: the last w tokens, including the current one."""
+    packing = _check(q, k, v, "window", config, cu_seqlens)
     with torch.autocast(q.device.type, enabled=False):
-        return reference.window_attention(q, k, v, config, packing, span)
+        return reference.window_attention(q, k, v, config, packing)
 
 
 def combine(gates: Tensor, compressed: Tensor, selected: Tensor, window: Tensor) -> Tensor:
@@ -134,31 +113,18 @@ def combine(gates: Tensor, compressed: Tensor, selected: Tensor, window: Tensor)
     return out.to(compressed.dtype)
 
 
-def check_stage(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    branch: str,
-    config: NSAConfig,
-    cu_seqlens: Tensor | None,
-    packing: Packing | None,
-    span: Span,
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, branch: str, config: NSAConfig, cu_seqlens: Tensor | None
 ) -> Packing | None:
-    """Check the arguments of one branch. Returns the packing, that of cu_seqlens if it is not given."""
+    """Check the arguments of one branch. Returns the packing of cu_seqlens."""
     checks.check_config(config)
     checks.check_tensors({"q": q, f"k_{branch}": k, f"v_{branch}": v})
-    packed = cu_seqlens is not None or packing is not None
     tokens: int | None = q.shape[1]
     if branch == "compressed":
-        tokens = None if packed else config.num_compressed(q.shape[1])
-    if span is not WHOLE:
-        tokens = None
-        checks.check_span(q, k, branch, span, config, packing)
-        if cu_seqlens is not None:
-            raise ValueError("cu_seqlens was given with a span: pass the Packing of the whole sequence instead")
+        tokens = None if cu_seqlens is not None else config.num_compressed(q.shape[1])
     checks.check_keys(q, k, v, branch, tokens)
-    if packing is not None or cu_seqlens is None:
-        return packing
+    if cu_seqlens is None:
+        return None
     if branch == "compressed":
         return checks.pack_documents(cu_seqlens, q, k, config)
     return checks.make_packing(cu_seqlens, q, config)
