@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from parallel.world import report
 from runs import GPU_SIZES, small
@@ -215,10 +216,14 @@ def as_single(config):  # type: ignore[no-untyped-def]
     )
 
 
+def unwrapped(model: torch.nn.Module) -> Any:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
 def run(config, strategy, steps: int) -> dict[str, Any]:  # type: ignore[no-untyped-def]
     device = DEVICE
     state = build_state(config, device, strategy, None)
-    layers = strategy.unwrap(state.model).attention_layers()
+    layers = unwrapped(state.model).attention_layers()
     nsa = [layer for layer in layers if hasattr(layer, "stats")]
     for layer in nsa:
         layer.stats.enabled = True
@@ -226,7 +231,7 @@ def run(config, strategy, steps: int) -> dict[str, Any]:  # type: ignore[no-unty
 
     def keep(*_: Any) -> None:
         if not gradients:
-            for name, p in strategy.unwrap(state.model).named_parameters():
+            for name, p in unwrapped(state.model).named_parameters():
                 assert (p.grad is not None) == p.requires_grad, name
                 if p.grad is None:
                     continue

@@ -27,7 +27,7 @@ from tercet.errors import TercetError, UsageError
 from tercet.parallel.context import apply_context_parallelism, shard_sequence
 from tercet.parallel.failure import FailureMonitor, PeerFailed
 from tercet.parallel.launch import World, backend_of
-from tercet.parallel.strategy import Single, Strategy, flatten
+from tercet.parallel.strategy import Single, Strategy
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def build_strategy(parallel: ParallelConfig, train: TrainConfig, world: World | 
     return DataParallel(parallel, train, world) if replicated else FullySharded(parallel, train, world)
 
 
-class Distributed:
+class Distributed(Strategy):
     """Base class. Subclasses implement `_wrap` and `gradient_sync`."""
 
     def __init__(self, parallel: ParallelConfig, train: TrainConfig, world: World) -> None:
@@ -65,9 +65,6 @@ class Distributed:
                 if self.rank in members:
                     self._context = group
 
-    def build_model(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
-        return build().to(device)
-
     def prepare(self, model: nn.Module) -> nn.Module:
         self._nsa = model.config.nsa  # type: ignore[assignment, union-attr]
         if self._context is not None:
@@ -77,15 +74,9 @@ class Distributed:
     def _wrap(self, model: nn.Module) -> nn.Module:
         raise NotImplementedError
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model
-
-    def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        return nullcontext()
-
     def shard_batch(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Any]:
         if self._context is None:
-            return flatten(tokens, targets, cu_seqlens)
+            return super().shard_batch(tokens, targets, cu_seqlens)
         assert self._nsa is not None
         batch, length = tokens.shape
         bounds = list(range(0, batch * length + 1, length)) if cu_seqlens is None else cu_seqlens.tolist()
@@ -161,9 +152,6 @@ class DataParallel(Distributed):
             dtype = COMPRESSED_DTYPES[self.parallel.gradient_compression]
             wrapped.register_comm_hook(None, lambda _, bucket: compressed_all_reduce(bucket, dtype))
         return wrapped
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return cast(nn.Module, model.module)
 
     def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         # DDP records a static graph in the first backward pass, which must not run under no_sync (the reducer

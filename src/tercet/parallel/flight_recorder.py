@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tercet.atomic_io import write_text
 from tercet.errors import TercetError, UsageError
@@ -125,9 +125,6 @@ def _load(path: Path) -> dict[str, Any]:
 
 class PlainUnpickler(pickle.Unpickler):
     """Reads lists, dictionaries, tuples, strings and numbers; refuses anything that needs a class."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        super().__init__(stream)
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no record needs")

@@ -27,7 +27,7 @@ WARMUPS = 3
 SIZES = {"cpu": (1 << 10, 1 << 20, 1 << 24), "cuda": (1 << 10, 1 << 20, 1 << 24, 1 << 28)}  # bytes
 
 
-def probe(folder: str | None = None, backend: str = "auto", *, share_gpus: bool = False) -> int:
+def probe(folder: str | None, *, share_gpus: bool) -> int:
     """Run the checks on all ranks that torchrun started; rank 0 prints. `folder`: where runs will be stored."""
     launch = Launch.from_environment()
     if not launch.by_torchrun:
@@ -36,7 +36,7 @@ def probe(folder: str | None = None, backend: str = "auto", *, share_gpus: bool 
             + hints.torchrun("doctor", "--distributed", ranks="N", nodes=None)
         )
     parallel = ParallelConfig.model_validate(
-        {"strategy": "ddp", "world_size": launch.world_size, "backend": backend, "share_gpus": share_gpus}
+        {"strategy": "ddp", "world_size": launch.world_size, "share_gpus": share_gpus}
     )
     gpus = torch.cuda.device_count()
     check_launch(parallel, launch, "cuda" if gpus else "cpu", gpus)
