@@ -180,49 +180,42 @@ class BlockSparseAttention(SelectingLayer, DenseAttention):
     def _attend_tokens(self, q: Tensor, cache: BlockSparseCache, new: NewTokens, scored: Scorer | None) -> Tensor:
         """New tokens at any positions, in PyTorch."""
         k, v = (x[:, : new.longest] for x in cache.selected())
-        if scored is None:
-            out, tokens, block_keys = attend_tokens(q, k, v, cache.block_keys(new), new.positions, self.config)
-            cache.reads = tokens + block_keys[..., None]
-        else:
-            out, cache.reads, _ = attend_tokens(q, k, v, None, new.positions, self.config, scored)
+        means = cache.block_keys(new) if scored is None else None
+        out, cache.reads = attend_tokens(q, k, v, means, new.positions, self.config, scored)
         return out
 
 
 def attend_tokens(
     q: Tensor, k: Tensor, v: Tensor, means: Tensor | None, t: Tensor, config: NSAConfig, scored: Scorer | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Queries at positions t [B, C] of their rows of keys, which may differ, in PyTorch. means: the block keys that
     score the blocks, unless a selector does.
 
-    Returns their output [B, C, H, Dv], keys read [B, C, G] and block keys read [B, C].
+    Returns their output [B, C, H, Dv], and the keys and block keys that they read [B, C, G].
     """
-    (batch, width, heads, size), groups = q.shape, k.shape[2]
+    heads, size, groups = *q.shape[2:], k.shape[2]
     gathered = groups * config.selected_tokens * (size + v.shape[3])
     scores = heads * means.shape[1] if means is not None else groups * k.shape[1]
-    outs, tokens, block_keys = [], [], []
-    with torch.autocast(q.device.type, enabled=False):
-        for part in decode.query_chunks(width, batch * max(gathered, scores)):
-            at = t[:, part]
-            if scored is not None:
-                block_indices, read_keys = select_at(scored[0][:, part], scored[1], at, config), torch.zeros_like(at)
-            else:
-                assert means is not None
-                block_indices, read_keys = _select(q[:, part], means, at, config.num_blocks(k.shape[1]), config)
-            rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * size**-0.5
-            out, read = decode.attend_selected(rows, at, block_indices, k, v, config)
-            outs.append(out.flatten(2, 3))
-            tokens.append(read)
-            block_keys.append(read_keys)
-    return torch.cat(outs, dim=1).to(q.dtype), torch.cat(tokens, dim=1), torch.cat(block_keys, dim=1)
+
+    def attend(rows: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        at = t[:, part]
+        if scored is not None:
+            block_indices, read_keys = select_at(scored[0][:, part], scored[1], at, config), torch.zeros_like(at)
+        else:
+            assert means is not None
+            block_indices, read_keys = _select(rows, means, at, config.num_blocks(k.shape[1]), config)
+        out, read = decode.attend_selected(rows, at, block_indices, k, v, config)
+        return out.flatten(2, 3), read + read_keys[..., None]
+
+    return decode.in_chunks(attend, q, groups, max(gathered, scores))
 
 
-def _select(q: Tensor, k: Tensor, t: Tensor, blocks: int, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """Selected blocks [B, C, G, n] of queries at positions t [B, C], and how many block keys each query read [B, C]."""
-    groups, dtype = k.shape[2], compute_dtype(q)
-    rows = q.unflatten(2, (groups, -1)).to(dtype) * q.shape[-1] ** -0.5
-    i = torch.arange(k.shape[1], device=q.device)
+def _select(rows: Tensor, k: Tensor, t: Tensor, blocks: int, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    """Selected blocks [B, C, G, n] of scaled queries [B, C, G, h, D] at positions t [B, C], and how many block keys
+    each query read [B, C]."""
+    i = torch.arange(k.shape[1], device=rows.device)
     visible = i * config.compress_stride + config.compress_block <= t[..., None] + 1
-    p = decode.softmax(torch.einsum("bcghd,bsgd->bgchs", rows, k.to(dtype)), visible[:, None, :, None])
+    p = decode.softmax(torch.einsum("bcghd,bsgd->bgchs", rows, k.to(rows.dtype)), visible[:, None, :, None])
     importance = block_importance(p.sum(3), 0, blocks, config)
     return select(importance, t[:, None], config).transpose(1, 2), visible.sum(-1)
 

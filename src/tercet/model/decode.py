@@ -10,7 +10,7 @@ Axes: q [B, C, H, Dk]; keys [B, S, G, Dk]; probabilities [B, G, C, h, S].
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -222,40 +222,37 @@ def cached_nsa_attention(
 ) -> Tensor:  # fmt: skip
     """Attention of the new tokens' queries to a cache. Blocks are those given, block_indices [B, C, G, n]; else chosen
     by the selector, a pair of queries and keys; else by the compressed branch."""
-    batch, width, heads, size = q.shape
-    groups = cache.key["kv_heads"]
+    heads, groups = q.shape[2], cache.key["kv_heads"]
     per_query = max(
-        groups * config.selected_tokens * (size + cache.key["value_dim"]),
+        groups * config.selected_tokens * (q.shape[3] + cache.key["value_dim"]),
         heads * (config.num_compressed(new.longest) + config.window),
         0 if selector is None else groups * new.longest,
     )
     select_by_compressed = "selected" in branches and selector is None and given is None
-    outs, reads = [], []
-    # as in the whole-sequence operator, scores and selection must not be computed in half precision
-    with torch.autocast(q.device.type, enabled=False):
-        for part in query_chunks(width, batch * per_query):
-            rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * size**-0.5
-            t = new.positions[:, part]
-            results: dict[str, tuple[Tensor, Tensor]] = {}
-            counts: list[Tensor] = []
-            if "compressed" in branches or select_by_compressed:
-                compressed, read, block_indices = _compressed(rows, t, cache, new, config)
-                if "compressed" in branches:
-                    results["compressed"] = compressed, read
-                else:
-                    counts.append(read)  # read only to select blocks
-            if "selected" in branches:
-                if given is not None:
-                    block_indices = given[:, part]
-                elif selector is not None:
-                    block_indices = select_at(selector[0][:, part], selector[1], t, config)
-                results["selected"] = attend_selected(rows, t, block_indices, *cache.selected(), config)
-            if "window" in branches:
-                results["window"] = _window(rows, t, part, new, config)
-            outs.append(combine(gates[:, part], {name: out.flatten(2, 3) for name, (out, _) in results.items()}))
-            reads.append(torch.stack([*counts, *(read for _, read in results.values())]).sum(0))
-    cache.reads = torch.cat(reads, dim=1)
-    return torch.cat(outs, dim=1).to(q.dtype)
+
+    def attend(rows: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        t = new.positions[:, part]
+        results: dict[str, tuple[Tensor, Tensor]] = {}
+        counts: list[Tensor] = []
+        if "compressed" in branches or select_by_compressed:
+            compressed, read, block_indices = _compressed(rows, t, cache, new, config)
+            if "compressed" in branches:
+                results["compressed"] = compressed, read
+            else:
+                counts.append(read)  # read only to select blocks
+        if "selected" in branches:
+            if given is not None:
+                block_indices = given[:, part]
+            elif selector is not None:
+                block_indices = select_at(selector[0][:, part], selector[1], t, config)
+            results["selected"] = attend_selected(rows, t, block_indices, *cache.selected(), config)
+        if "window" in branches:
+            results["window"] = _window(rows, t, part, new, config)
+        out = combine(gates[:, part], {name: out.flatten(2, 3) for name, (out, _) in results.items()})
+        return out, torch.stack([*counts, *(read for _, read in results.values())]).sum(0)
+
+    out, cache.reads = in_chunks(attend, q, groups, per_query)
+    return out
 
 
 def _compressed(
@@ -313,16 +310,13 @@ def _window(rows: Tensor, t: Tensor, part: slice, new: NewTokens, config: NSACon
 
 def cached_window_attention(q: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig) -> Tensor:
     """Window attention only."""
-    groups = cache.key["kv_heads"]
-    outs, reads = [], []
-    with torch.autocast(q.device.type, enabled=False):
-        for part in query_chunks(q.shape[1], q.shape[0] * q.shape[2] * config.window):
-            rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * q.shape[-1] ** -0.5
-            out, read = _window(rows, new.positions[:, part], part, new, config)
-            outs.append(out.flatten(2, 3))
-            reads.append(read)
-    cache.reads = torch.cat(reads, dim=1)
-    return torch.cat(outs, dim=1).to(q.dtype)
+
+    def attend(rows: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        out, read = _window(rows, new.positions[:, part], part, new, config)
+        return out.flatten(2, 3), read
+
+    out, cache.reads = in_chunks(attend, q, cache.key["kv_heads"], q.shape[2] * config.window)
+    return out
 
 
 # ------------------------------------------------------------ in PyTorch: dense
@@ -343,7 +337,7 @@ def cached_dense_route(q: Tensor, cache: DenseCache, new: NewTokens) -> tuple[st
 
 
 def cached_dense_attention(q: Tensor, cache: DenseCache, new: NewTokens) -> Tensor:
-    batch, width, heads, size = q.shape
+    width, heads = q.shape[1:3]
     k, v = cache.all(new)
     groups = k.shape[2]
     if cached_dense_route(q, cache, new)[0] == "sdpa":
@@ -360,16 +354,36 @@ def cached_dense_attention(q: Tensor, cache: DenseCache, new: NewTokens) -> Tens
             )
         return out.transpose(1, 2)
     s_index = torch.arange(k.shape[1], device=q.device)
+
+    def attend(rows: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        visible = s_index <= new.positions[:, part, None]
+        p = softmax(torch.einsum("bcghd,bsgd->bgchs", rows, k.to(rows.dtype)), visible[:, None, :, None])
+        out = torch.einsum("bgchs,bsgd->bcghd", p, v.to(rows.dtype)).flatten(2, 3)
+        return out, visible.sum(-1)[..., None].expand(-1, -1, groups)
+
+    out, cache.reads = in_chunks(attend, q, groups, heads * k.shape[1])
+    return out
+
+
+# ------------------------------------------------------------ in PyTorch: shared
+
+
+def in_chunks(
+    attend: Callable[[Tensor, slice], tuple[Tensor, Tensor]], q: Tensor, groups: int, per_query: int
+) -> tuple[Tensor, Tensor]:
+    """`attend(rows, part)` for chunks of the queries, joined: output [B, C, H, Dv] in q's dtype, keys read [B, C, G].
+
+    rows: scaled queries [B, part, G, h, Dk] in the dtype to compute in; as in the whole-sequence operator, scores and
+    selection must not be computed in half precision. per_query: numbers that a query needs, see `query_chunks`.
+    """
     outs, reads = [], []
     with torch.autocast(q.device.type, enabled=False):
-        for part in query_chunks(width, batch * heads * k.shape[1]):
-            rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * size**-0.5
-            visible = s_index <= new.positions[:, part, None]
-            p = softmax(torch.einsum("bcghd,bsgd->bgchs", rows, k.to(rows.dtype)), visible[:, None, :, None])
-            outs.append(torch.einsum("bgchs,bsgd->bcghd", p, v.to(rows.dtype)).flatten(2, 3))
-            reads.append(visible.sum(-1)[..., None].expand(-1, -1, groups))
-    cache.reads = torch.cat(reads, dim=1)
-    return torch.cat(outs, dim=1).to(q.dtype)
+        for part in query_chunks(q.shape[1], q.shape[0] * per_query):
+            rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * q.shape[-1] ** -0.5
+            out, read = attend(rows, part)
+            outs.append(out)
+            reads.append(read)
+    return torch.cat(outs, dim=1).to(q.dtype), torch.cat(reads, dim=1)
 
 
 def query_chunks(width: int, per_query: int) -> Iterator[slice]:

@@ -22,9 +22,6 @@ from tercet.model.cache import Cache, NewTokens
 class NSACache(Cache):
     """The cache of one NativeSparseAttention layer, created by `layer.make_cache`."""
 
-    pools_keys = False
-    """Whether blocks are scored by means of the stored keys, instead of by compressed tokens of their own."""
-
     def __init__(
         self, key: dict[str, Any], batch: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -193,8 +190,6 @@ class NSACache(Cache):
 class BlockSparseCache(NSACache):
     """The cache of one BlockSparseAttention layer: keys and values of all tokens, and what scores the blocks: means of
     the keys, or a learned selector's keys. Needs no ring of raw tokens, since it keeps all of them."""
-
-    pools_keys = True
 
     def append_tokens(self, new: NewTokens, k: Tensor, v: Tensor) -> Tensor | None:
         """Store the new tokens. Returns the keys of the blocks that are now complete [B, E, l, G, D], if their means

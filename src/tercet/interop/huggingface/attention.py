@@ -298,7 +298,7 @@ def _continue(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, reads_all: int, p
     k, v = (x[row, positions.order] for x in (k, v))
     if positions.highest < reads_all:
         return _read_all(q, k, v, positions.t)
-    out, _, _ = attend_tokens(q, k, v, pool_keys(k, nsa), positions.t, nsa)
+    out, _ = attend_tokens(q, k, v, pool_keys(k, nsa), positions.t, nsa)
     if positions.lowest < reads_all:
         early = (positions.t < reads_all)[..., None, None]
         out = torch.where(early, _read_all(q, k, v, positions.t), out)

@@ -204,7 +204,7 @@ def _write(
         "train.init_from": str((out / OUR_WEIGHTS).resolve()),
         "train.init_state": "weights",
     }
-    values |= {f"model.{name}": value for name, value in _model_keys(config).items()}
+    values |= flatten_table({"model": config.model_dump(mode="json")})
     tokenizer = source / TOKENIZER
     with _wrong_values(tokenizer):
         copy_tokenizer = tokenizer.is_file() and not _is_byte_tokenizer(tokenizer)
@@ -220,11 +220,6 @@ def _write(
             shutil.copyfile(tokenizer, folder / TOKENIZER)
         (folder / OUR_CONFIG).write_text(to_toml(run), encoding="utf-8")
     return run
-
-
-def _model_keys(config: ModelConfig) -> dict[str, Any]:
-    """The model section of a configuration, with dotted keys."""
-    return flatten_table(config.model_dump(mode="json"))
 
 
 def _is_byte_tokenizer(tokenizer: Path) -> bool:
