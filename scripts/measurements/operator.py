@@ -77,7 +77,7 @@ def compile_shapes(names: str) -> None:
 
 
 def compile_shape(shape: attention.Shape) -> None:
-    leaves = [t.requires_grad_() for t in attention.make_inputs(shape, NSAConfig(), "random", 0.0).all()]
+    leaves = [t.requires_grad_() for t in attention.make_inputs(shape, NSAConfig(), "random", 0.0)]
     out, _ = nsa_attention(*leaves, config=NSAConfig(), return_aux=True)
     torch.autograd.grad(out, leaves, torch.randn_like(out))
     torch.cuda.synchronize()

@@ -26,7 +26,7 @@ def kernels(quick: bool) -> Iterator[dict[str, Any]]:
             free()
     for kind in ("random", "smooth"):
         x = attention.make_inputs(attention.SHAPES["P64k"], NSAConfig(), kind, CORRELATION)
-        leaves = [t.requires_grad_() for t in x.all()]
+        leaves = [t.requires_grad_() for t in x]
         dout = torch.randn_like(x.q)
 
         def both(leaves: list[torch.Tensor] = leaves, dout: torch.Tensor = dout) -> Any:

@@ -63,7 +63,7 @@ def _error(shape: Shape) -> float:
 
 def _times(shape: Shape, dense: bool) -> dict[str, Any]:
     x = attention.make_inputs(shape, NSAConfig(), "random", 0.0, device=attention._device())
-    leaves = [t.requires_grad_() for t in x.all()]
+    leaves = [t.requires_grad_() for t in x]
     dout = torch.randn(shape.B, shape.T, shape.H, shape.Dv or shape.D, dtype=x.q.dtype, device=x.q.device)
 
     def forward() -> torch.Tensor:

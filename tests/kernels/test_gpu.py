@@ -21,7 +21,7 @@ NAMES = ("q", "kc", "vc", "ks", "vs", "kw", "vw", "gates")
 
 
 def leaves(shape: Shape, kind: str = "random", dtype: torch.dtype = torch.bfloat16, seed: int = 0):
-    return [x.requires_grad_() for x in make_inputs(shape, CONFIG, kind, 0.996, dtype=dtype, seed=seed).all()]
+    return [x.requires_grad_() for x in make_inputs(shape, CONFIG, kind, 0.996, dtype=dtype, seed=seed)]
 
 
 def call(*tensors: torch.Tensor) -> torch.Tensor:
@@ -147,7 +147,7 @@ def test_rows_and_selection_at_full_length(shape: Shape, kind: str) -> None:
     """Selected slots agree with fp64 in at least 99.95%; addresses beyond 2^31 bytes are right."""
     x = make_inputs(shape, CONFIG, kind, 0.996)
     with torch.no_grad():
-        out, aux = tercet.nsa_attention(*x.all(), config=CONFIG, backend="triton", return_aux=True)
+        out, aux = tercet.nsa_attention(*x, config=CONFIG, backend="triton", return_aux=True)
     rows = [33, *torch.linspace(shape.T // 4, shape.T - 1, 40).long().tolist()]
     error, same = check_rows(x, CONFIG, out, aux.block_indices, rows)
     assert error < 1.5e-2

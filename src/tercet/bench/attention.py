@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -77,8 +77,9 @@ def _shapes() -> dict[str, Shape]:
 SHAPES = _shapes()
 
 
-@dataclass
-class Inputs:
+class Inputs(NamedTuple):
+    """The operator's inputs, in its order."""
+
     q: Tensor  # [B, T, H, D]
     kc: Tensor
     vc: Tensor
@@ -87,9 +88,6 @@ class Inputs:
     kw: Tensor
     vw: Tensor
     gates: Tensor  # [B, T, H, 3]
-
-    def all(self) -> list[Tensor]:
-        return [self.q, self.kc, self.vc, self.ks, self.vs, self.kw, self.vw, self.gates]
 
 
 def make_inputs(
@@ -164,7 +162,7 @@ def check_gradients(
     if block_sparse:
         operator, x, names = block_sparse_attention, [inputs.q, inputs.ks, inputs.vs], ["dq", "dk", "dv"]
     else:
-        operator, x = nsa_attention, inputs.all()
+        operator, x = nsa_attention, list(inputs)
         names = ["dq", "dkc", "dvc", "dks", "dvs", "dkw", "dvw", "dgates"]
     bounds = longest = None
     if packed:
@@ -305,9 +303,7 @@ def _check(
             shape, config, kind, options.correlation, backend=_backend(), device=_device(), given=given
         )
     with torch.no_grad():
-        out, aux = nsa_attention(
-            *x.all(), config=config, backend=_backend(), return_aux=True, block_indices=given
-        )  # fmt: skip
+        out, aux = nsa_attention(*x, config=config, backend=_backend(), return_aux=True, block_indices=given)
     assert aux.block_indices is not None
     rows = [config.compress_block, *torch.linspace(shape.T // 3, shape.T - 1, options.rows).long().tolist()]
     row_error, same = check_rows(x, config, out, aux.block_indices, rows)
@@ -334,7 +330,7 @@ def bench(
     row: dict[str, Any] = {"shape": name, "inputs": kind, **_check(x, shape, config, drawn, options)}
     if not row["correct"]:
         return row
-    leaves = [t.detach().requires_grad_() for t in x.all()]
+    leaves = [t.detach().requires_grad_() for t in x]
     dout = torch.randn_like(x.q)
 
     def times(forward: Callable[[], Tensor]) -> dict[str, float]:

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.bench.decode_model import correct as is_correct
 from tercet.bench.decode_model import model_rows, step_error
+from tercet.bench.timing import profile as profile_kernels
 from tercet.errors import UsageError
 from tercet.model.nsa import NativeSparseAttention
 
@@ -249,16 +250,6 @@ def _graph_ms(steps: list[Callable[[], Any]]) -> float:
 
 @torch.no_grad()
 def _print_kernels(step: Callable[[], Any]) -> None:
-    """Print the time of each kernel of an eager step. It rereads the same keys, so some come from L2."""
-    from torch.profiler import ProfilerActivity, profile
-
-    step()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(16):
-            step()
-        torch.cuda.synchronize()
-    for event in sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total):
-        if event.self_device_time_total:
-            mean = event.self_device_time_total / event.count
-            print(f"        {mean:8.1f} us × {event.count / 16:.2f}  {event.key[:60]}")
+    """Print the time of each kernel in an eager step. It rereads the same keys, so some come from L2."""
+    for ms, launches, kernel in profile_kernels(step, 16):
+        print(f"        {1e3 * ms:8.1f} us, {launches} ×  {kernel[:60]}")
