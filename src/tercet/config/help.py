@@ -99,7 +99,8 @@ def _left(option: Option) -> str:
     if option.positional:
         return option.name.upper() + " ..." * (kind.count is None)
     if kind.is_switch:
-        return option.flag[: -len(leaf)] + f"[no_]{leaf}" if (leaf := re.split(r"[.]|--", option.flag)[-1]) else ""
+        table, dot, leaf = option.name.rpartition(".")
+        return f"--{table}{dot}[no_]{leaf}"
     name = "|".join(kind.choices) if _short(kind.choices) else _METAVARS.get(kind.item, "NAME")
     count = 1 if option.repeat else kind.count
     return " ".join([option.flag, *[name] * (count or 1)]) + " ..." * (count is None)

@@ -61,14 +61,13 @@ def flatten(config: RunConfig) -> dict[str, Any]:
     return values
 
 
-def flatten_table(table: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_table(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted name -> value of a nested table. A key whose value is a table stays whole; unknown keys are kept."""
     flat: dict[str, Any] = {}
-    pending = [*table.items()][::-1]
-    while pending:  # not recursive: a file may be nested deeper than Python's stack
-        path, value = pending.pop()
+    for name, value in table.items():
+        path = f"{prefix}{name}"
         if isinstance(value, Mapping) and path not in all_keys():
-            pending += [(f"{path}.{name}", inner) for name, inner in value.items()][::-1]
+            flat |= flatten_table(value, f"{path}.")
         else:
             flat[path] = value
     return flat
