@@ -23,13 +23,12 @@ LAYERS = [
     {"config"},
     {"model"},
     {"attention"},
-    {"atomic_io", "errors", "hints", "parse", "shell", "terminal", "version"},
+    {"atomic_io", "errors", "hints", "parse", "terminal", "version"},
 ]
 LEVEL = {name: len(LAYERS) - i for i, layer in enumerate(LAYERS) for name in layer}
 SAME_LAYER = {
     ("interop", "inference"),  # an export loads a run the way generation does
     ("bench", "inference"),  # the decode benchmark runs generation's decoder
-    ("hints", "shell"),  # suggested commands are quoted for the user's shell
     ("atomic_io", "errors"),  # a file that cannot be written is an error of the command line
 }
 

@@ -14,8 +14,7 @@ import torch
 import tercet
 from runs import GPU_SIZES, small, train_small
 from tercet.doctor import kernels, machine, memory, storage
-from tercet.doctor.commands import doctor
-from tercet.doctor.examine import checks, examine_before_training, exit_code, lines
+from tercet.doctor.examine import checks, doctor, examine_before_training, exit_code, lines
 from tercet.doctor.machine import FAILED, NOT_TESTED, OK, WARNING, Finding, timed
 from tercet.errors import TercetError
 

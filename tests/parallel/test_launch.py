@@ -12,9 +12,9 @@ import torch
 from parallel.world import start_ranks, torchrun
 from tercet.config.load import load
 from tercet.config.sections import ParallelConfig
+from tercet.hints import program
 from tercet.parallel import launch
 from tercet.parallel.launch import Launch, LaunchError, backend_of, check_launch, disagreement
-from tercet.shell import program
 from tercet.train import ranks
 
 ALONE = Launch()

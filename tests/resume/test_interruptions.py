@@ -29,10 +29,10 @@ from tercet.data import loader, records
 from tercet.data.stream import BadRecordError, DataError
 from tercet.doctor import machine
 from tercet.errors import TercetError
+from tercet.hints import program
 from tercet.parallel.launch import Launch
 from tercet.report.integrity import contradictions
 from tercet.report.read import read_run
-from tercet.shell import program
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import CheckpointFailed, Noted, RunEnded, Sampled, StepLogged
 from tercet.train import trainer

@@ -19,8 +19,8 @@ from tercet import cli
 from tercet.atomic_io import write_json
 from tercet.config.load import load
 from tercet.errors import TercetError
+from tercet.hints import program
 from tercet.parallel.strategy import Single
-from tercet.shell import program
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import RunEnded, Sampled, SelectorsObserved, StepsSkipped, Validated
 from tercet.train.dump import replay

@@ -1,4 +1,4 @@
-"""Run the checks: all of them for `tercet doctor`, a short form before every training."""
+"""`tercet doctor`, and the short form of its checks before every training. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tercet.config.load import ConfigError, load
 from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
+from tercet.data.tokenizers import fit_vocabulary
 from tercet.doctor import kernels, machine, memory, storage
 from tercet.doctor.machine import FAILED, NOT_TESTED, OK, WARNING, Finding, timed
 from tercet.errors import TercetError
@@ -66,8 +68,43 @@ def exit_code(findings: Sequence[Finding]) -> int:
     return 1 if any(f.verdict == FAILED for f in findings) else 0
 
 
-def doctor(config: RunConfig, *, short: bool = False, as_json: bool = False) -> int:
-    """The command: print findings as they arrive; returns the exit code."""
+def doctor(
+    *,
+    preset: str | None = None,
+    config: Path | None = None,
+    short: bool = False,
+    json: bool = False,
+    distributed: bool = False,
+    folder: str | None = None,
+    share_gpus: bool = False,
+) -> int:
+    """Check this machine: versions, devices, drivers, Triton, kernel parity, collectives, disk and data.
+
+    Every problem comes with a fix. The exit code is 1 if a check failed.
+
+    Args:
+        preset: Check kernels, disk and data for this preset.
+        config: Check them for a TOML file, such as RUN/config.toml.
+        short: Only the checks that run before every training.
+        json: Print one line of JSON instead of text.
+        distributed: Check the ranks started by torchrun: all-reduce, clocks, versions and shared file system.
+        folder: With distributed: the shared folder for runs; default: the temporary folder.
+        share_gpus: With distributed: let several ranks share a GPU, like parallel.share_gpus.
+    """
+    if distributed:
+        from tercet.parallel.probe import probe
+
+        return probe(folder, share_gpus=share_gpus)
+    if folder is not None or share_gpus:
+        given = "--share_gpus" if folder is None else f"--folder {folder}"
+        raise ConfigError(f"{given} without --distributed has no effect: add --distributed, or drop it")
+    if preset is None and config is None and not json:
+        print("kernels, disk and data are checked for the default configuration: give yours with --preset or --config")
+    return _print_findings(fit_vocabulary(load(preset=preset, file=config)).config, short=short, as_json=json)
+
+
+def _print_findings(config: RunConfig, *, short: bool, as_json: bool) -> int:
+    """Print findings as they arrive; returns the exit code."""
     found = []
     chosen = checks(config, short=short)
     width = max(len(name) for name, _ in chosen)

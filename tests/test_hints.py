@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tercet.shell import program, python
+from tercet.hints import program, python
 
 
 def make_program(path: Path) -> Path:
