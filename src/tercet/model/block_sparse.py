@@ -18,9 +18,9 @@ from tercet.model import decode
 from tercet.model.cache import NewTokens
 from tercet.model.config import AttentionKind
 from tercet.model.dense import DenseAttention
+from tercet.model.layer import Scorer, SelectingLayer
 from tercet.model.nsa_cache import BlockSparseCache
 from tercet.model.rope import RopeCache
-from tercet.model.selecting import Scorer, SelectingLayer
 from tercet.model.selector import build_selector
 from tercet.model.stats import AttentionStats
 

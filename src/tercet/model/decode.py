@@ -95,7 +95,7 @@ def why_not_chunk_kernels(layer: AttentionLayer, x: Tensor, cache: NSACache, len
 
     keys, values = (like(1, layer.kv_heads, size) for size in (layer.head_dim, layer.value_dim))
     q = like(width, layer.heads, layer.head_dim, dtype)
-    reason = kernels.unsupported(q, keys, values, keys, values, keys, values, cache.config)
+    reason = kernels.unsupported(q, keys, values, keys, values, keys, values, config=cache.config)
     if reason is not None:
         return reason
     if len(set(cache.known_lengths())) > 1:

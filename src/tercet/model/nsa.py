@@ -25,10 +25,9 @@ from tercet.model import decode
 from tercet.model.cache import NewTokens
 from tercet.model.compression import Compression, compress_keys_and_values
 from tercet.model.config import AttentionKind, RopeConfig
-from tercet.model.layer import are_plain
+from tercet.model.layer import Scorer, SelectingLayer, are_plain
 from tercet.model.nsa_cache import NSACache
 from tercet.model.rope import CosSin, RopeCache, Rotary, compressed_positions, rope_cache, rotate
-from tercet.model.selecting import Scorer, SelectingLayer
 from tercet.model.selector import RandomBlocks, build_selector
 from tercet.model.stats import AttentionStats
 

@@ -18,11 +18,10 @@ from tercet.model.block_sparse import BlockSparseAttention
 from tercet.model.config import AttentionKind, ModelConfig
 from tercet.model.dense import DenseAttention
 from tercet.model.ffn import SwiGLU
-from tercet.model.layer import AttentionLayer, check_lengths_have_cache
+from tercet.model.layer import AttentionLayer, SelectingLayer, check_lengths_have_cache
 from tercet.model.loss import cross_entropy
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import RopeCache, Rotary, rope_cache
-from tercet.model.selecting import SelectingLayer
 from tercet.model.selector import EVERY, sample_queries
 from tercet.model.window import WindowAttention
 

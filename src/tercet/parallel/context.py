@@ -31,9 +31,9 @@ from tercet.attention.layout import Packing, Span
 from tercet.attention.selector import choose_blocks
 from tercet.model.block_sparse import BlockSparseAttention, mean_keys
 from tercet.model.dense import DenseAttention
+from tercet.model.layer import SelectingLayer
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import rotate
-from tercet.model.selecting import SelectingLayer
 from tercet.model.selector import BlockSelector, SampledQueries, attach_loss
 from tercet.model.window import WindowAttention
 from tercet.parallel.context_layout import Chunk, ContextLayout, TokenRange

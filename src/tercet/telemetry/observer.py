@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from tercet.attention.dispatch import REQUESTED
 from tercet.config.schema import RunConfig
-from tercet.model.layer import AttentionLayer
-from tercet.model.selecting import SelectingLayer
+from tercet.model.layer import AttentionLayer, SelectingLayer
 from tercet.telemetry import memory
 from tercet.telemetry.event_log import EventLog, full_disk_allowed
 from tercet.telemetry.events import (

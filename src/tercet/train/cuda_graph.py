@@ -31,8 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from tercet.errors import TercetError
-from tercet.model.layer import AttentionLayer
-from tercet.model.selecting import SelectingLayer
+from tercet.model.layer import AttentionLayer, SelectingLayer
 from tercet.parallel.strategy import Single
 from tercet.train.graph_choice import GraphChoice
 from tercet.train.step import MicroBatch, Phase, Progress, autocast, loss_sum, run_eager
