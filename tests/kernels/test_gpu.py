@@ -234,7 +234,7 @@ def test_routes_say_that_the_kernels_ran() -> None:
     x = leaves(Shape(1, 512, 12, 2, 64))
     _, aux = tercet.nsa_attention(*x, config=CONFIG, return_aux=True)
     assert set(aux.routes.values()) == {"triton"}
-    assert kernels.unsupported(*x[:7], CONFIG) is None
+    assert kernels.unsupported(*x[:7], config=CONFIG) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

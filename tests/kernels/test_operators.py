@@ -112,9 +112,9 @@ def test_second_derivatives_are_refused(watched: bool) -> None:
 def test_unsupported_sizes_have_a_reason(changes: dict[str, int], reason: str) -> None:
     cfg = tercet.NSAConfig(**{"compress_block": 8, "compress_stride": 4, "select_block": 16, **changes})
     x = inputs(cfg, 20, groups=1, per_group=1, key_size=16, value_size=16, dtype=torch.float32)
-    assert reason in kernels.unsupported(*x.tensors()[:7], cfg)
+    assert reason in kernels.unsupported(*x.tensors()[:7], config=cfg)
     double = x.map(lambda t: t.double())
-    assert "float64" in kernels.unsupported(*double.tensors()[:7], CONFIG)
+    assert "float64" in kernels.unsupported(*double.tensors()[:7], config=CONFIG)
 
 
 def test_the_interpreter_refuses_bfloat16() -> None:

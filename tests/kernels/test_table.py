@@ -111,9 +111,11 @@ def test_a_call_too_large_for_the_gpu_is_refused_by_name(monkeypatch) -> None:
     monkeypatch.setattr("tercet.attention.kernels.interpreting", lambda: True)
     q, k = torch.empty(1, 4, 2, 192, dtype=torch.float32), torch.empty(1, 4, 1, 192, dtype=torch.float32)
     v = torch.empty(1, 4, 1, 128)
-    assert "in float32 takes 124 KiB" in kernels.unsupported(q, k, v, k, v, k, v, NSAConfig())
-    assert kernels.unsupported(q, k, v, None, None, k, v, NSAConfig()) is None  # only the selected branch needs it
-    assert kernels.unsupported(*(x.half() for x in (q, k, v, k, v, k, v)), NSAConfig()) is None
+    assert "in float32 takes 124 KiB" in kernels.unsupported(q, k, v, k, v, k, v, config=NSAConfig())
+    assert (
+        kernels.unsupported(q, k, v, None, None, k, v, config=NSAConfig()) is None
+    )  # only the selected branch needs it
+    assert kernels.unsupported(*(x.half() for x in (q, k, v, k, v, k, v)), config=NSAConfig()) is None
 
 
 def test_expanded_tokens_are_copied_before_tma_reads_them() -> None:

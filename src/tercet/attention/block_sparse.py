@@ -184,8 +184,7 @@ def pool_keys(k: Tensor, config: NSAConfig, packing: Packing | None = None) -> T
 def _route(
     q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, backend: str, obstacle: str | None = None
 ) -> tuple[str, str | None]:
-    absent = dict.fromkeys(("k_compressed", "v_compressed", "k_window", "v_window"))
-    return choose_backend(backend, {"q": q, "k_selected": k, "v_selected": v, **absent}, config, obstacle)
+    return choose_backend(backend, {"q": q, "k_selected": k, "v_selected": v}, config, obstacle)
 
 
 def _check(

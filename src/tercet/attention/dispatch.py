@@ -48,8 +48,8 @@ def choose_backend(
 ) -> tuple[str, str | None]:
     """Return (backend, why not a faster one).
 
-    `tensors` holds q, keys and values by their nsa_attention argument names, None for absent ones. `obstacle` is any
-    further reason why the kernels cannot run. Returns plain strings, not a Route: torch.compile cannot trace str
+    `tensors` holds q, and those keys and values that the call has, by their nsa_attention argument names. `obstacle` is
+    any further reason why the kernels cannot run. Returns plain strings, not a Route: torch.compile cannot trace str
     subclasses.
     """
     check_backend(backend)

@@ -184,7 +184,7 @@ def run_window(
     if span is not WHOLE:
         checks.check_span(q, k, "window", span, config, packing)
     checks.check_keys(q, k, v, "window", q.shape[1] if span is WHOLE else None)
-    route = choose_backend(backend, _without_gates(NSAInputs(q, k, v, k, v, k, v, q)), config)
+    route = choose_backend(backend, {"q": q, "k_selected": k, "v_selected": v}, config)
     with torch.autocast(q.device.type, enabled=False):
         if route[0] == "triton":
             from tercet.attention import kernels

@@ -37,8 +37,7 @@ def choose_blocks(
     """block_indices, int32 [B, T, G, n]. With a span, the queries are a query range, and the keys start at
     `span.first_key`."""
     queries, keys = queries.detach(), keys.detach()
-    tensors = dict.fromkeys(("k_compressed", "v_compressed", "k_window", "v_window"))
-    tensors |= {"q": queries, "k_selected": keys, "v_selected": keys}
+    tensors = {"q": queries, "k_selected": keys, "v_selected": keys}
     backend, _ = choose_backend(backend, tensors, config, why_no_query_range(span, packing, ("selected",)))
     with torch.autocast(queries.device.type, enabled=False):
         if backend == "triton":

@@ -39,12 +39,13 @@ __all__ = ["attend_selected", "attend_window", "nsa", "select_by_keys", "select_
 
 def unsupported(
     q: Tensor,
-    k_compressed: Tensor | None,
-    v_compressed: Tensor | None,
-    k_selected: Tensor | None,
-    v_selected: Tensor | None,
-    k_window: Tensor | None,
-    v_window: Tensor | None,
+    k_compressed: Tensor | None = None,
+    v_compressed: Tensor | None = None,
+    k_selected: Tensor | None = None,
+    v_selected: Tensor | None = None,
+    k_window: Tensor | None = None,
+    v_window: Tensor | None = None,
+    *,
     config: NSAConfig,
 ) -> str | None:
     """Why the kernels cannot run this call; None if they can."""
