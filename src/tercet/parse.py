@@ -1,6 +1,7 @@
 """Parse JSON and TOML from untrusted files: malformed content gives a one-line error.
 
-`parse_json` and `parse_toml` raise ValueError for every text that cannot be read, deep nesting too.
+`parse_json` and `parse_toml` raise ValueError for every text that cannot be read, deep nesting too; `read_json` also
+reads the file.
 `one_line_errors` wraps code that uses the parsed values, which may have the wrong type or an absurd size.
 """
 
@@ -10,7 +11,11 @@ import json
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 # What code raises for a value of the wrong type or size.
 WRONG_VALUE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -28,6 +33,23 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def read_json(path: Path, kind: type[Exception], fix: str) -> dict[str, Any]:
+    """Read a JSON object. Raises `kind`, in one line with the fix, if the file is missing, damaged or another value."""
+    try:
+        value = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise kind(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): {fix}") from None
+    if not isinstance(value, dict):
+        raise kind(f"{path} contains a {type(value).__name__}, expected an object: {fix}")
+    return value
+
+
+def first_problem(error: ValidationError, *inside: str) -> str:
+    """The first problem that pydantic found, with its place: "tercet.nsa.window: Input should be …"."""
+    problem = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, (*inside, *problem['loc'])))}: {problem['msg']}"
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import tercet
 from interop.test_import import SIZES, dense_model
 from tercet.interop.huggingface import use_block_sparse
 from tercet.interop.huggingface.attention import UnsupportedError, layer_attention, layout_mask
-from tercet.interop.huggingface.export_dense import export_dense
+from tercet.interop.huggingface.export import export_dense
 from tercet.interop.huggingface.import_hf import import_model
 
 FAMILIES = {

@@ -18,7 +18,7 @@ from tercet.errors import UsageError
 from tercet.inference.load import StoredWeights
 from tercet.interop.huggingface import use_block_sparse
 from tercet.interop.huggingface.dense_weights import SELECTOR_WEIGHTS
-from tercet.interop.huggingface.export_dense import export_dense
+from tercet.interop.huggingface.export import export_dense
 from tercet.interop.huggingface.folder import LazyWeights, tensors
 from tercet.interop.huggingface.import_hf import import_model
 from tercet.interop.options import check_family

@@ -18,8 +18,7 @@ from interop.test_import import NSA, SIZES, dense_model
 from tercet.config.load import load, to_toml
 from tercet.errors import TercetError
 from tercet.interop.huggingface.dense_weights import model_config
-from tercet.interop.huggingface.export import export
-from tercet.interop.huggingface.export_dense import export_dense
+from tercet.interop.huggingface.export import export, export_dense
 from tercet.interop.huggingface.import_hf import import_model
 from tercet.interop.huggingface.rope import rope_parameters
 from tercet.model.config import ModelConfig, RopeConfig

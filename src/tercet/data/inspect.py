@@ -35,15 +35,12 @@ def describe(data: DataConfig, *, split: Split, sequences: int, seed: int) -> It
     yield from _segments(packed, tokenizer, data.seq_len)
     stats = packed.stats
     counted = int((packed.targets != IGNORE).sum())
-    exercises = f", {stats.exercises} retrieval exercises" if _has_exercises(data) else ""
+    has_exercises = any(part.retrieval for part in (data, *data.mixture))
+    exercises = f", {stats.exercises} retrieval exercises" * has_exercises
     yield (
         f"{stats.documents} complete documents, {stats.tokens} tokens, {counted} targets, {stats.padding} padding, "
         f"{stats.skipped} bad records skipped, {stats.left_out} empty documents skipped{exercises}"
     )
-
-
-def _has_exercises(data: DataConfig) -> bool:
-    return any(part.retrieval for part in (data, *data.mixture))
 
 
 def describe_shards(folder: Path, *, check: bool) -> Iterator[str]:

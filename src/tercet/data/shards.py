@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, Field
 
-from tercet import atomic_io
+from tercet import atomic_io, parse
 from tercet.data.files import FileSet
 from tercet.data.order import SHORTEST_HELD_OUT, describe_held_out, in_validation, permutation
 from tercet.data.stream import Cursor, DataError, DataUsageError, Document, Documents, ReadOptions
 from tercet.data.tokenizers import Tokenizer
-from tercet.parse import describe, one_line_errors, parse_json
+from tercet.parse import describe, one_line_errors
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -221,11 +221,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}): prepare the shards again into a new folder") from error
-    return value
+    return parse.read_json(path, DataError, "prepare the shards again into a new folder")
 
 
 def _documents(folder: Path, entries: list[dict[str, Any]]) -> tuple[np.ndarray, ...]:

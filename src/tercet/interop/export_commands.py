@@ -29,7 +29,7 @@ def hf(
     model = find_model(run).run.model
     if format != "tercet":
         check_family(model, format)
-        from tercet.interop.huggingface.export_dense import SELECTOR_WEIGHTS, export_dense
+        from tercet.interop.huggingface.export import SELECTOR_WEIGHTS, export_dense
 
         export_dense(run, out, format, dtype=dtype)
         print(f"Wrote {out}. To load it with transformers alone:")

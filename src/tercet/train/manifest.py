@@ -21,9 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tercet import parse
 from tercet.atomic_io import sha256, sync
 from tercet.errors import TercetError, UsageError
-from tercet.parse import one_line_errors, parse_json
+from tercet.parse import one_line_errors
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -141,15 +142,7 @@ def verify(folder: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; errors name the file."""
-    try:
-        value = parse_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: contains a {type(value).__name__}, expected an object")
-    return value
+    return parse.read_json(path, CheckpointError, "restore it from a backup")
 
 
 def publish(writing: Path, step: int) -> Path:

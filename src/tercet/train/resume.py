@@ -27,7 +27,7 @@ from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.errors import UsageError, first_few
 from tercet.model.config import ModelConfig
 from tercet.model.cost import optimizer_numbers, parameters
-from tercet.parse import one_line_errors
+from tercet.parse import first_problem, one_line_errors
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import RunStarted
 from tercet.telemetry.sinks import import_tensorboard, import_wandb
@@ -262,10 +262,8 @@ def saved_config(found: FoundCheckpoint) -> RunConfig:
     except KeyError as error:
         raise CheckpointError(f"{found.path}: {manifest.RUN_STATE} lacks {error}: restore it from a backup") from None
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in first["loc"])
         raise WrongCheckpoint(
-            f"{found.path}: this Tercet cannot read its config ({key}: {first['msg']}): use the version of Tercet "
+            f"{found.path}: this Tercet cannot read its config ({first_problem(error)}): use the version of Tercet "
             "that wrote it, or start from its weights with train.init_from"
         ) from None
 

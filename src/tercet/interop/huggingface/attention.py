@@ -26,6 +26,7 @@ from tercet.interop.huggingface.dense_weights import FAMILIES
 from tercet.model.block_sparse import attend_tokens
 from tercet.model.config import ModelConfig
 from tercet.model.decode import query_chunks
+from tercet.parse import first_problem
 
 NAME = "tercet"
 _BLOCK_SPARSE = {"gate": "none", "shared_kv": True, "branches": ["selected"], "compression": "mean"}
@@ -84,9 +85,7 @@ def read_settings(config: PretrainedConfig) -> Settings:
     try:
         model = ModelConfig.model_validate(getattr(config, "tercet", None) or _BLOCK_SPARSE)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, ("tercet", *first["loc"])))
-        raise UnsupportedError(f"config.json: {where}: {first['msg']}") from None
+        raise UnsupportedError(f"config.json: {first_problem(error, 'tercet')}") from None
     kinds = model.attention_kinds
     if "window" in kinds or ("nsa" in kinds and model.gate != "none"):
         raise _unsupported(

@@ -1,17 +1,35 @@
-"""`tercet export hf`: write a folder that transformers can load wherever tercet is installed."""
+"""`tercet export hf`: write a model folder that transformers can load.
+
+--format tercet: wherever tercet is installed. --format llama|qwen2|qwen3|mistral: a model with a dense model's weights,
+in transformers alone. There it runs with dense attention, which a block-sparse model equals below model.dense_below.
+Weights of learned selectors, which the family has no place for, go to SELECTOR_WEIGHTS.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 
+from tercet.errors import UsageError
 from tercet.inference.arguments import check_empty
-from tercet.inference.load import Dtype, LanguageModel, load_model
-from tercet.interop.huggingface.folder import atomic_folder, check_folder
+from tercet.inference.load import Dtype, LanguageModel, load_model, open_model
+from tercet.interop.huggingface.dense_weights import SELECTOR_WEIGHTS, selector_shapes
+from tercet.interop.huggingface.folder import CONFIG, INDEX, WEIGHTS, atomic_folder, check_folder, write_tensors
 from tercet.interop.huggingface.model import TercetConfig, TercetForCausalLM
+from tercet.interop.huggingface.rope import rope_parameters
 from tercet.interop.huggingface.tokenizer import as_transformers_tokenizer
+from tercet.interop.options import ARCHITECTURES, check_family
+from tercet.model.config import ModelConfig
+
+SHARD_BYTES = 4 << 30
 
 
 def as_transformers_model(model: LanguageModel) -> TercetForCausalLM:
@@ -42,3 +60,123 @@ def export(run: str | Path, out: str | Path, *, dtype: Dtype = "float32") -> Pat
         as_transformers_tokenizer(model.tokenizer, model.context).save_pretrained(folder)
         check_folder(folder)
     return out
+
+
+def export_dense(
+    run: str | Path,
+    out: str | Path,
+    family: str,
+    *,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """As `export`, with the weights and the config.json of a dense model family."""
+    out = Path(out)
+    check_empty(out)
+    model, weights = open_model(run)
+    check_family(model.config, family)
+    _check_output_bias(weights, family)
+    stored_as = getattr(torch, dtype)
+    with atomic_folder(out) as folder:
+        (folder / CONFIG).write_text(json.dumps(hf_config(model, family, dtype), indent=2) + "\n", encoding="utf-8")
+        shards = plan_shards(dense_tensors(model.state_dict(), model.config, family), stored_as, shard_bytes)
+        contents = dense_tensors(weights, model.config, family)
+        for file, shapes in shards.items():
+            write_tensors(folder / file, shapes, islice(contents, len(shapes)), stored_as)
+        if len(shards) > 1:
+            _write_index(folder, shards, stored_as)
+        if selectors := selector_shapes(model.config):
+            contents = ((name, weights[name]) for name in selectors)
+            write_tensors(folder / SELECTOR_WEIGHTS, selectors, contents, stored_as)
+        as_transformers_tokenizer(model.tokenizer, model.context).save_pretrained(folder)
+        check_folder(folder)
+    return out
+
+
+def _check_output_bias(weights: Mapping[str, Tensor], family: str) -> None:
+    if family == "qwen2" and any(weights[name].any() for name in weights if name.endswith(".o_proj.bias")):
+        raise UsageError("--format qwen2: the model has biases of its output projections, use --format llama")
+
+
+def hf_config(model: LanguageModel, family: str, dtype: str) -> dict[str, Any]:
+    """The config.json of the family. `tercet` keeps the settings of the blocks, which transformers ignores."""
+    config = model.config
+    extended = round(config.rope.original_length * config.rope_scaling) if config.rope.type != "linear" else 0
+    length = max(model.context, extended)
+    return {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "hidden_size": config.dim,
+        "intermediate_size": config.ffn_dim,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": length,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": config.attention_bias and family != "qwen2",
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": rope_parameters(config, length),
+        "eos_token_id": model.tokenizer.eos_id,
+        "pad_token_id": model.tokenizer.eos_id,
+        "bos_token_id": None,
+        "dtype": dtype,
+        "tercet": config.model_dump(mode="json"),
+    }
+
+
+def dense_tensors(weights: Mapping[str, Tensor], config: ModelConfig, family: str) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of the family, from those of a Transformer: the inverse of the table in dense_weights.py."""
+    rows = config.kv_heads * config.head_dim
+    yield "model.embed_tokens.weight", weights["embedding.weight"]
+    for i in range(config.layers):
+        ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
+        yield f"{theirs}input_layernorm.weight", weights[f"{ours}attention_norm.weight"]
+        yield f"{theirs}post_attention_layernorm.weight", weights[f"{ours}ffn_norm.weight"]
+        for kind in ("weight", "bias") if config.attention_bias else ("weight",):
+            yield f"{theirs}self_attn.q_proj.{kind}", weights[f"{ours}attention.q_proj.{kind}"]
+            k, v = weights[f"{ours}attention.kv_proj.{kind}"].split(rows)
+            yield f"{theirs}self_attn.k_proj.{kind}", k
+            yield f"{theirs}self_attn.v_proj.{kind}", v
+            if kind == "weight" or family != "qwen2":
+                yield f"{theirs}self_attn.o_proj.{kind}", weights[f"{ours}attention.o_proj.{kind}"]
+        if config.qk_norm:
+            for norm in ("q_norm", "k_norm"):
+                yield f"{theirs}self_attn.{norm}.weight", weights[f"{ours}attention.{norm}.weight"]
+        gate, up = weights[f"{ours}ffn.gate_up.weight"].split(config.ffn_dim)
+        yield f"{theirs}mlp.gate_proj.weight", gate
+        yield f"{theirs}mlp.up_proj.weight", up
+        yield f"{theirs}mlp.down_proj.weight", weights[f"{ours}ffn.down.weight"]
+    yield "model.norm.weight", weights["norm.weight"]
+    if not config.tie_embeddings:
+        yield "lm_head.weight", weights["head.weight"]
+
+
+def plan_shards(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int
+) -> dict[str, dict[str, Sequence[int]]]:
+    """Shapes by file and name: one file, or several of at most shard_bytes, unless a single tensor is larger."""
+    shards: list[dict[str, Sequence[int]]] = [{}]
+    size = 0
+    for name, tensor in tensors:
+        bytes_ = tensor.numel() * dtype.itemsize
+        if shards[-1] and size + bytes_ > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.shape
+        size += bytes_
+    if len(shards) == 1:
+        return {WEIGHTS: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shapes for i, shapes in enumerate(shards, 1)}
+
+
+def _write_index(folder: Path, shards: Mapping[str, Mapping[str, Sequence[int]]], dtype: torch.dtype) -> None:
+    weight_map = {name: file for file, shapes in shards.items() for name in shapes}
+    total = sum(math.prod(shape) for shapes in shards.values() for shape in shapes.values()) * dtype.itemsize
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

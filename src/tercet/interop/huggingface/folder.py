@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tercet import parse
 from tercet.errors import TercetError, UsageError
-from tercet.parse import parse_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -33,18 +33,12 @@ class FolderError(UsageError):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = parse_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.is_file():
         raise FolderError(
             f"{path.parent} has no {path.name}: it is not a Hugging Face model, or is incomplete; download or export "
             "it again"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise FolderError(f"{path} cannot be read ({error}): it is damaged; download or export it again") from None
-    if not isinstance(value, dict):
-        raise FolderError(f"{path} contains {type(value).__name__}, expected an object: it is not a Hugging Face model")
-    return value
+        )
+    return parse.read_json(path, FolderError, "it is damaged; download or export it again")
 
 
 def weight_files(folder: Path) -> list[Path]:

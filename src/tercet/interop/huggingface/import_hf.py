@@ -42,7 +42,7 @@ from tercet.interop.huggingface.tokenizer import BYTE_EOS
 from tercet.interop.options import BLOCK_SPARSE, DEFAULT_OPTIONS, attention_options
 from tercet.model.config import ModelConfig
 from tercet.model.transformer import Transformer
-from tercet.parse import WRONG_VALUE, describe, one_line_errors
+from tercet.parse import WRONG_VALUE, describe, first_problem, one_line_errors
 
 TOKENIZER = "tokenizer.json"
 # The default sequence length is at most this: 128k tokens do not fit on every GPU.
@@ -171,9 +171,7 @@ def _saved_config(source: Path, hf_config: dict[str, Any]) -> ModelConfig:
     try:
         return ModelConfig.model_validate(hf_config.get("tercet") or {})
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, ("tercet", *first["loc"])))
-        raise FolderError(f"{source / CONFIG}: {where}: {first['msg']}") from None
+        raise FolderError(f"{source / CONFIG}: {first_problem(error, 'tercet')}") from None
 
 
 def _load_export(source: Path, hf_config: dict[str, Any]) -> Transformer:

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from tercet.interop.huggingface.folder import FolderError, check_folder
 from tercet.model.config import ModelConfig
 from tercet.model.transformer import Transformer
+from tercet.parse import first_problem
 
 # transformers' name -> ours. For other tools only: the model is built from the `tercet` entry.
 _NAMES = {
@@ -46,9 +47,7 @@ class TercetConfig(PretrainedConfig):
         try:
             model = ModelConfig.model_validate(tercet or {})
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, ("tercet", *first["loc"])))
-            raise ValueError(f"config.json: {where}: {first['msg']}") from None
+            raise ValueError(f"config.json: {first_problem(error, 'tercet')}") from None
         for theirs, ours in _NAMES.items():
             expected = getattr(model, ours)
             given = kwargs.pop(theirs, expected)
