@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tercet.bench.cells import CellRun, failure, run_cell
+from tercet.inference.plots import save_svg, svg_figure
 from tercet.telemetry.events import StepLogged, Validated
 from tercet.telemetry.sinks import mean_of_last, smoothing_window
 
@@ -120,13 +121,9 @@ def plot(cells: Sequence[LRCell], path: Path) -> Path | None:
     """Final loss by learning rate, and the smoothed loss of each run; None without matplotlib."""
     try:
         import matplotlib
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
     except ImportError:
         return None
-    figure = Figure(figsize=(5.4, 6.4), layout="constrained")  # one above the other, for narrow screens
-    FigureCanvasSVG(figure)
-    final, curves = figure.subplots(2, 1)
+    figure, (final, curves) = svg_figure(5.4, 6.4, rows=2)  # one above the other, for narrow screens
     worked = [cell for cell in cells if cell.loss is not None]
     final.plot([c.lr for c in worked], [c.loss for c in worked], color="0.6", linewidth=1, zorder=1)
     colours = matplotlib.colormaps["viridis"]
@@ -154,8 +151,7 @@ def plot(cells: Sequence[LRCell], path: Path) -> Path | None:
     curves.legend(title="learning rate", fontsize=8, frameon=False)
     for axis in (final, curves):
         axis.grid(alpha=0.3)
-    with matplotlib.rc_context({"svg.hashsalt": "tercet"}):  # reproducible output
-        figure.savefig(path, format="svg", metadata={"Date": None})
+    save_svg(figure, path)
     return path
 
 

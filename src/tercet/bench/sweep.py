@@ -6,6 +6,7 @@ sweep continues. No torch.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import statistics
@@ -22,6 +23,7 @@ from tercet.bench.plots import paint_cells
 from tercet.bench.settings import parse_settings
 from tercet.config.sections import ActivationCheckpointing, StrategyName
 from tercet.errors import UsageError
+from tercet.inference.plots import save_svg, svg_figure
 from tercet.telemetry.events import StepLogged
 from tercet.telemetry.units import quantity
 
@@ -264,12 +266,7 @@ def render(cells: Sequence[Cell]) -> list[str]:
 
 def heat_maps(cells: Sequence[Cell], folder: Path) -> list[Path]:
     """Plot tokens/s and memory, lengths by batch sizes; needs matplotlib and at least two cells."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
+    if importlib.util.find_spec("matplotlib") is None:
         return []
     written = []
     for number, (label, group) in enumerate(_by_label(cells).items()):
@@ -278,7 +275,7 @@ def heat_maps(cells: Sequence[Cell], folder: Path) -> list[Path]:
             continue
         # One above the other: side by side, the text would be too small on a phone.
         size = (max(4.0, 1.2 + 1.1 * len(batches)), 2 * (1.1 + 0.5 * len(lengths)))
-        figure, axes = pyplot.subplots(2, 1, figsize=size, layout="constrained")
+        figure, axes = svg_figure(*size, rows=2)
         at = {(c.point.length, c.point.batch): c for c in group}
         panels = (("tokens_per_s", "tokens/s"), ("memory_gib", "memory, GiB"))
         for axis, (name, title) in zip(axes, panels, strict=True):
@@ -287,8 +284,7 @@ def heat_maps(cells: Sequence[Cell], folder: Path) -> list[Path]:
             paint_cells(axis, title, values, labels)
         figure.suptitle(label)
         path = folder / f"heatmap-{number}.svg"
-        figure.savefig(path)
-        pyplot.close(figure)
+        save_svg(figure, path)
         written.append(path)
     return written
 

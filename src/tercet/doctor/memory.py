@@ -135,15 +135,18 @@ def _fixes(config: RunConfig, precision: str, available: int, on_gpu: bool) -> I
 
 
 def _first_that_fits(config: RunConfig, candidates: list[Flags], precision: str, available: int) -> Iterator[Fix]:
-    for flags in candidates:
-        try:
-            changed = RunConfig.model_validate(nest(flatten(config) | flags))
-        except ValidationError:  # e.g. a batch size that does not divide the step
-            continue
-        needed = step_memory(changed, precision).total
-        if fits(needed, available):
-            yield Fix(flags, needed)
-            return
+    changed = (fix for flags in candidates if (fix := with_flags(config, flags, precision)) is not None)
+    yield from islice((fix for fix in changed if fits(fix.memory, available)), 1)
+
+
+def with_flags(config: RunConfig, flags: Flags, precision: str) -> Fix | None:
+    """These settings and the memory of a step with them; None if they are not valid, e.g. a batch size that does not
+    divide the step."""
+    try:
+        changed = RunConfig.model_validate(nest(flatten(config) | flags))
+    except ValidationError:
+        return None
+    return Fix(flags, step_memory(changed, precision).total)
 
 
 def _more_ranks(parallel: ParallelConfig, strategy: str) -> list[Flags]:

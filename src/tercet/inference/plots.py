@@ -27,7 +27,7 @@ def context_plot(curves: Curves, path: Path) -> None:
     """Loss against tokens of context, one line per model."""
     figure, axis = _draw_curves(curves)
     axis.set(xlabel="tokens of context", ylabel="loss (nats per token)")
-    _save(figure, path)
+    save_svg(figure, path)
 
 
 def recall_plot(curves: Curves, path: Path, *, window_reach: int | None = None) -> None:
@@ -37,11 +37,11 @@ def recall_plot(curves: Curves, path: Path, *, window_reach: int | None = None) 
         axis.axvline(window_reach, color="0.5", lw=1, ls="--")
         axis.text(window_reach, 1.02, " reach of the windows", fontsize=8, color="0.4")
     axis.set(xlabel="distance to the fact (tokens)", ylabel="answers right", ylim=(-0.02, 1.08))
-    _save(figure, path)
+    save_svg(figure, path)
 
 
 def _draw_curves(curves: Curves) -> tuple[Any, Any]:
-    figure, axis = _figure(5.6, 3.2)
+    figure, axis = svg_figure(5.6, 3.2)
     for name, points in curves.items():
         axis.plot([x for x, _ in points], [y for _, y in points], marker="o", ms=3, label=name)
     axis.set_xscale("log", base=2)
@@ -54,10 +54,10 @@ def needle_map(found: Sequence[NeedleResult], path: Path) -> None:
     """Heatmap of depth × length: accuracy."""
     lengths, depths = sorted({f.length for f in found}), sorted({f.depth for f in found})
     cells = {(f.length, f.depth): f.accuracy for f in found}
-    figure, axis = _figure(1.6 + 0.55 * len(lengths), 1.4 + 0.35 * len(depths))
+    figure, axis = svg_figure(1.6 + 0.55 * len(lengths), 1.4 + 0.35 * len(depths))
     _heat_map(axis, lengths, [f"{d:.0%}" for d in depths], [[cells[n, d] for n in lengths] for d in depths])
     axis.set(ylabel="depth of the needle")
-    _save(figure, path)
+    save_svg(figure, path)
 
 
 def ruler_map(found: Sequence[RulerResult], path: Path) -> None:
@@ -69,7 +69,8 @@ def ruler_map(found: Sequence[RulerResult], path: Path) -> None:
     single = [task for task in tasks if any(f.task == task and f.depth is not None for f in found)]
     cells = {(f.length, f.task, f.depth): f.score for f in found}
     columns = len(single) + (tasks != single[:1])
-    figure, axes = _figure(columns * (1.9 + 0.5 * len(lengths)), 1.4 + 0.3 * max(len(tasks), len(depths)), columns)
+    width = columns * (1.9 + 0.5 * len(lengths))
+    figure, axes = svg_figure(width, 1.4 + 0.3 * max(len(tasks), len(depths)), columns=columns)
     axes = list(axes) if columns > 1 else [axes]
     if columns > len(single):
         _heat_map(axes.pop(0), lengths, tasks, [[cells.get((n, task, None)) for n in lengths] for task in tasks])
@@ -77,7 +78,7 @@ def ruler_map(found: Sequence[RulerResult], path: Path) -> None:
         labels = [f"{d:.0%}" for d in depths]
         _heat_map(axis, lengths, labels, [[cells.get((n, task, d)) for n in lengths] for d in depths])
         axis.set(title=task, ylabel="depth of the fact")
-    _save(figure, path)
+    save_svg(figure, path)
 
 
 def _heat_map(axis: Any, lengths: Sequence[int], rows: Sequence[str], grid: list[list[float | None]]) -> None:
@@ -101,16 +102,17 @@ def text_colour(image: Any, value: float) -> str:
     return "black" if luminance > 0.18 else "white"
 
 
-def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
+def svg_figure(width: float, height: float, *, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
+    """An empty figure and its axes. Needs matplotlib."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasSVG(figure)
-    return figure, figure.subplots(1, columns)
+    return figure, figure.subplots(rows, columns)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_svg(figure: Any, path: Path) -> None:
     import matplotlib
 
     with matplotlib.rc_context({"svg.hashsalt": "tercet"}):  # reproducible output

@@ -9,20 +9,19 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import ValidationError
 
 from tercet import hints
 from tercet.atomic_io import write_json
-from tercet.config.keys import flatten, nest
+from tercet.config.keys import flatten
 from tercet.config.load import describe
 from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
-from tercet.doctor.memory import as_stage_fields, largest_stage, shortage, step_memory
+from tercet.doctor.memory import as_stage_fields, largest_stage, shortage, step_memory, with_flags
 from tercet.errors import TercetError, UsageError, is_out_of_memory
 from tercet.model.cost import parameters, selector_parameters
 from tercet.parallel.strategy import Strategy
@@ -362,14 +361,10 @@ def _memory_savings(config: RunConfig, device: torch.device, needed: int) -> lis
     changes += [{"train.activation_checkpointing": "full"}, {"data.seq_len": length // 2}]
     changes += [{"parallel.strategy": "fsdp", "parallel.world_size": ranks}] if device.type == "cuda" else []
     changes += [{"model.layers": config.model.layers // 2}]
-    found = []
-    for change in changes:
-        with suppress(ValidationError):
-            smaller = RunConfig.model_validate(nest(flatten(config) | change))
-            saved = needed - step_memory(smaller, precision_of(config, device)).total
-            flags = " ".join(f"--{key} {value}" for key, value in change.items())
-            found += [(saved, flags)] if saved > 0 else []
-    return sorted(found[:3], reverse=True)
+    fixes = [with_flags(config, change, precision_of(config, device)) for change in changes]
+    found = [(needed - fix.memory, fix.flags) for fix in fixes if fix is not None and fix.memory < needed]
+    texts = [(saved, " ".join(f"--{key} {value}" for key, value in flags.items())) for saved, flags in found[:3]]
+    return sorted(texts, reverse=True)
 
 
 def disk_error(error: OSError, folder: RunFolder, ranks: int) -> str:
