@@ -55,7 +55,7 @@ def load(preset: str | None = None, file: str | Path | None = None, flags: Mappi
 
 def read_layers(preset: str | None = None, file: str | Path | None = None) -> list[Layer]:
     """Layers of the preset and the file. Not validated yet: flags may complete them."""
-    layers = [] if file is None else _file_layers(Path(file))
+    layers = [] if file is None else _layers(read_toml(Path(file)), f"file {file}")
     based_on = [layer.origin for layer in layers if layer.origin.startswith("preset ")]
     if preset is None:
         return layers
@@ -166,10 +166,6 @@ def differences(left: RunConfig, right: RunConfig) -> dict[str, tuple[Any, Any]]
     """Keys whose values differ, with both values."""
     a, b = flatten(left), flatten(right)
     return {path: (a[path], b[path]) for path in a if a[path] != b[path]}
-
-
-def _file_layers(path: Path) -> list[Layer]:
-    return _layers(read_toml(path), f"file {path}")
 
 
 def _layers(table: dict[str, Any], origin: str) -> list[Layer]:

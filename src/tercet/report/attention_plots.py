@@ -28,7 +28,7 @@ def gate_share_plot(run: Run) -> Plot | None:
         def paint(figure: Any) -> None:
             axes = figure.subplots()
             shares_of = [getattr(e, f"gate_share_{branch}") for e in columns]
-            table = [[_nan_if_none(values[i]) for values in shares_of] for i in layers]
+            table = [[math.nan if v[i] is None else v[i] for v in shares_of] for i in layers]
             image = _draw_heatmap(axes, table, columns, top)
             axes.set_title(branch)
             axes.set_ylabel("layer")
@@ -156,10 +156,11 @@ def choice_plot(run: Run) -> Plot | None:
     def over_time(figure: Any) -> None:
         axes = figure.subplots()
         x = [e.step for e in readings]
+        marker = "o" if len(x) == 1 else None  # a single reading has no line to draw
         for name, colour, label in rows:
             bands = [getattr(e, name) for e in readings]
             axes.fill_between(x, list(map(min, bands)), list(map(max, bands)), color=colour, alpha=0.22, linewidth=0)
-            axes.plot(x, [sum(b) / len(b) for b in bands], color=colour, label=label, marker=_marker(x))
+            axes.plot(x, [sum(b) / len(b) for b in bands], color=colour, label=label, marker=marker)
         label_step_axis(axes, "share of attention")
         axes.set_ylim(0, 1.05)
         axes.legend(loc="lower center", ncols=3, bbox_to_anchor=(0.5, 1.0))
@@ -183,11 +184,6 @@ def choice_plot(run: Run) -> Plot | None:
     return Plot("choice", "How well blocks are chosen", caption, svg, wide=True)
 
 
-def _marker(x: list[int]) -> str | None:
-    """A single reading has no line to draw."""
-    return "o" if len(x) == 1 else None
-
-
 def _sparse_samples(run: Run) -> list[LayersObserved]:
     return [e for e in run.layers if any(v is not None for v in e.gate_entropy)]
 
@@ -199,7 +195,3 @@ def _gated_branches(samples: list[LayersObserved]) -> list[str]:
 
 def _layer_range(samples: list[LayersObserved]) -> range:
     return range(min(len(e.attention) for e in samples))
-
-
-def _nan_if_none(value: float | None) -> float:
-    return math.nan if value is None else value

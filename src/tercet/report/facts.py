@@ -228,7 +228,7 @@ def _notable_events(run: Run, findings: Iterable[HealthFired]) -> list[dict[str,
     fired = set()
     for rank in sorted(run.events):
         for event in run.events[rank]:
-            described = _describe(event, rank)
+            described = describe(event, rank)
             if described is not None:
                 rows.append((event, *described))
             if isinstance(event, HealthFired):
@@ -249,7 +249,7 @@ def _notable_events(run: Run, findings: Iterable[HealthFired]) -> list[dict[str,
     ]
 
 
-def _describe(event: Event, rank: int) -> tuple[str, str, str] | None:
+def describe(event: Event, rank: int) -> tuple[str, str, str] | None:
     """(CSS class, kind, text) of a notable event; None for all others."""
     if isinstance(event, HealthFired):
         return ("no" if event.action == "halt" else "nt"), event.rule, event.sentence

@@ -315,7 +315,7 @@ def checkpoint_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -
     if jumps:
         gate.fail(f"the loss jumped after a resume: {jumps[0].sentence}", "compare with an uninterrupted run")
     if not continued:
-        gate.not_tested("never resumed", f"interrupt a run and resume it: {resume_command(run.folder)}")
+        gate.not_tested("never resumed", f"interrupt a run and resume it: {hints.resume(run.folder, run.world_size)}")
     return gate.build(f"{len(saved)} saved, resumed {times(len(continued))} without a jump in the loss")
 
 
@@ -335,10 +335,6 @@ def _check_saves(run: Run, saved: list[CheckpointSaved], limits: Thresholds, gat
     gate.add_evidence("standing still", f"{blocked:.2f} s in total ({100 * share:.2f}%)")
     if share > limits.checkpoint_blocked and run.step >= limits.min_steps:  # meaningless for a short run
         gate.fail(f"{100 * share:.0f}% of the time was blocked on saves", "raise checkpoint.every, or use async_save")
-
-
-def resume_command(folder: Path) -> str:
-    return hints.tercet("train", "--config", f"{folder}/config.toml", "--run.dir", folder, "--resume", "auto")
 
 
 def times(count: int) -> str:

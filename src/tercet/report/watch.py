@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tercet.errors import UsageError
+from tercet.report.facts import describe
 from tercet.report.read import last_heartbeat, read_run
 from tercet.telemetry import events
 from tercet.telemetry.events import Event, decode
@@ -110,7 +111,7 @@ class View:
         parts.append(self._ranks())
         problems = sorted((e for f in self.ranks.values() for e in f.problems), key=lambda e: e.time)[-6:]
         if problems:
-            lines = Text(printable("\n".join(_problem(e) for e in problems)), style="yellow")
+            lines = Text(printable("\n".join(map(_problem, problems))), style="yellow")
             parts.append(Panel(lines, title="problems", title_align="left", border_style="yellow"))
         return Group(*parts)
 
@@ -226,14 +227,10 @@ def _gates(layers: Any) -> RenderableType:
 
 
 def _problem(event: Event) -> str:
-    where = f"step {event.step}, rank {event.rank}: "
-    if isinstance(event, events.HealthFired):
-        return f"{where}{event.rule}: {event.sentence}"
-    if isinstance(event, events.Stalled):
-        return where + ("progressing again" if event.over else f"stalled while {event.doing}: see {event.dump}")
-    if isinstance(event, events.StepsSkipped):
-        return f"{where}{len(event.steps)} non-finite steps"
-    return where + str(getattr(event, "reason", ""))
+    described = describe(event, event.rank)
+    assert described is not None
+    _, kind, text = described
+    return f"step {event.step}, rank {event.rank}: {kind}: {text}"
 
 
 def watch_run(folder: Path, *, every: float = 1.0, once: bool = False) -> int:
