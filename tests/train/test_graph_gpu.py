@@ -22,7 +22,7 @@ from torch import Tensor
 
 from runs import losses, small, train_small
 from stepping import SteppedModel
-from tercet.train.cuda_graph import CudaGraphCapturer, Graph, capacity_for, fill_bounds
+from tercet.train.cuda_graph import GraphCapturer, capacity_for, fill_bounds
 from tercet.train.device import set_arithmetic
 from tercet.train.graph_choice import STEPS_TO_DECIDE, CudaClock, GraphChoice
 from tercet.train.state import capture_rng
@@ -150,10 +150,10 @@ def test_empty_documents_only_change_the_order_of_sums(attention: str) -> None:
 @pytest.mark.serial
 def test_outputs_are_borrowed_and_their_memory_is_reused() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    capturer, x = CudaGraphCapturer(device), torch.ones(16 << 20, device=device)
+    capturer, x = GraphCapturer(device), torch.ones(16 << 20, device=device)
     before = torch.cuda.memory_allocated()
     made: list[Tensor] = []
-    recorded: list[tuple[Graph, Tensor, int]] = []
+    recorded: list[tuple[torch.cuda.CUDAGraph, Tensor, int]] = []
     for factor in (2.0, 3.0):
         replays = capturer.capture(lambda factor=factor: made.append(x * factor))
         recorded.append((replays, capturer.borrow(made.pop()), capturer.pool_bytes))

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,22 +32,11 @@ from tercet.telemetry.health import HealthMonitor
 from tercet.telemetry.profile import PhaseClock, Profiler
 from tercet.telemetry.sinks import STATISTICS
 
-
-class Counts(Protocol):
-    """Loader totals since the start of the run, over all ranks."""
-
-    @property
-    def documents(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def padding(self) -> int: ...
-    @property
-    def skipped(self) -> int: ...
-    @property
-    def left_out(self) -> int: ...
-    @property
-    def exercises(self) -> int: ...
+# Field of ResourcesObserved -> field of the loader's totals (data.packing.LoaderStats)
+_TOTALS = {
+    "documents": "documents", "real_tokens": "tokens", "padding": "padding", "bad_records": "skipped",
+    "left_out": "left_out", "exercises": "exercises",
+}  # fmt: skip
 
 
 class Observer:
@@ -117,10 +106,13 @@ class Observer:
         """Record time of the interval that was not training: checkpoint or validation."""
         self._excluded_seconds[what] += seconds
 
-    def after_log(self, logged: StepLogged, counts: Counts | None = None) -> list[HealthFired]:
-        """Emit the interval's measurements and health findings; returns the findings that ask to halt."""
+    def after_log(self, logged: StepLogged, totals: Any = None) -> list[HealthFired]:
+        """Emit the interval's measurements and health findings; returns the findings that ask to halt.
+
+        totals: the loader's, since the start of the run and over all ranks; None without one.
+        """
         found = self._health.observe(logged)
-        self._log.emit(self._resources(logged, counts))
+        self._log.emit(self._resources(logged, totals))
         layers, selectors = self._probe.read(logged.step, self._all_sum)
         if layers is not None:
             self._log.emit(layers)
@@ -156,7 +148,7 @@ class Observer:
         if self._profiler.active:
             self._write_profile(self._profiler.last)
 
-    def _resources(self, logged: StepLogged, counts: Counts | None) -> ResourcesObserved:
+    def _resources(self, logged: StepLogged, totals: Any) -> ResourcesObserved:
         steps = max(1, self._steps)
         phases: dict[str, Any] = {f"{name}_seconds": t / steps for name, t in self._clock.read().items()}
         known = logged.data_seconds + sum(phases.values())
@@ -173,12 +165,7 @@ class Observer:
             validation_seconds=excluded["validation"],
             **used,
             host_gib=memory.resident_gib(),
-            documents=counts.documents if counts else 0,
-            real_tokens=counts.tokens if counts else 0,
-            padding=counts.padding if counts else 0,
-            bad_records=counts.skipped if counts else 0,
-            left_out=counts.left_out if counts else 0,
-            exercises=counts.exercises if counts else 0,
+            **{field: 0 if totals is None else getattr(totals, name) for field, name in _TOTALS.items()},
         )
 
     def _write_profile(self, step: int) -> None:

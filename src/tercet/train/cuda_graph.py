@@ -25,7 +25,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,31 +52,12 @@ def fill_bounds(buffer: Tensor, bounds: Tensor, tokens: int) -> None:
     buffer[count:].fill_(tokens)
 
 
-class Graph(Protocol):
-    def replay(self) -> None: ...
+class GraphCapturer:
+    """Captures GPU work as CUDA graphs, following PyTorch's notes on whole-network capture.
 
-
-class GraphCapturer(Protocol):
-    """Captures GPU work as graphs."""
-
-    held_bytes: int  # used at the peak of a replay and not counted by the allocator
-    pool_bytes: int  # reserved on the device for all graphs
-
-    def warm_up(self, run: Callable[[], None]) -> None:
-        """Run it as it will be captured, so that everything is compiled and every library has its workspace."""
-
-    def capture(self, run: Callable[[], None]) -> Graph:
-        """Capture it without executing it. Shares memory with the graphs captured since the last `reset`."""
-
-    def borrow(self, output: Tensor) -> Tensor:
-        """An alias of a graph's output that does not keep its memory alive. Valid until the next replay."""
-
-    def reset(self) -> None:
-        """Free all graphs and their memory."""
-
-
-class CudaGraphCapturer:
-    """CUDA stream capture, following PyTorch's notes on whole-network capture."""
+    held_bytes  used at the peak of a replay and not counted by the allocator
+    pool_bytes  reserved on the device for all graphs
+    """
 
     def __init__(self, device: torch.device) -> None:
         # One stream for warm-up and capture: memory is only reused on its own stream, and gradients are accumulated
@@ -87,13 +67,15 @@ class CudaGraphCapturer:
         self.held_bytes = self.pool_bytes = 0
 
     def warm_up(self, run: Callable[[], None]) -> None:
+        """Run it as it will be captured, so that everything is compiled and every library has its workspace."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             run()
         current.wait_stream(self._stream)
 
-    def capture(self, run: Callable[[], None]) -> Graph:
+    def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture it without executing it. Shares memory with the graphs captured since the last `reset`."""
         torch.cuda.synchronize(self._device)
         gc.collect()  # an object freed during a capture can break it
         torch.cuda.empty_cache()
@@ -129,6 +111,7 @@ class CudaGraphCapturer:
         return graph
 
     def borrow(self, output: Tensor) -> Tensor:
+        """An alias of a graph's output that does not keep its memory alive. Valid until the next replay."""
         if output.dtype != torch.float32:  # the array interface has no bf16; such a tensor keeps its memory
             return output
         alias = torch.as_tensor(_ArrayInterface(output), device=output.device)
@@ -136,6 +119,7 @@ class CudaGraphCapturer:
         return alias
 
     def reset(self) -> None:
+        """Free all graphs and their memory."""
         if self._graphs:
             torch.cuda.synchronize(self._device)
         for graph in self._graphs:
@@ -210,7 +194,7 @@ class StepGraph:
         self.choice = choice
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._device = device = self._trained[0].device
-        self._capturer = capturer or CudaGraphCapturer(device)
+        self._capturer = capturer or GraphCapturer(device)
         self._layers = [m for m in model.modules() if isinstance(m, AttentionLayer)]
         self._stats = [m.stats for m in self._layers if isinstance(m, SelectingLayer)]
         self._scale = torch.ones((), dtype=torch.float32, device=device)
@@ -218,7 +202,7 @@ class StepGraph:
         self._stat_sums = torch.stack([s.sums(device) for s in self._stats]) if self._stats else None
         self._shape: GraphShape | None = None
         self._buffers: MicroBatch | None = None
-        self._graphs: dict[bool, Graph] = {}  # by whether statistics are collected
+        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # by whether statistics are collected
         self._grads: dict[bool, list[Tensor | None]] = {}  # by the same key: where a replay leaves the gradients
         self._routes: list[dict] = []
         self._messages: list[str] = []

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
@@ -29,44 +28,32 @@ _WAITING_BELOW = 0.1
 STEPS_TO_DECIDE = _WARM_UPS + _MEASURED + 2
 
 
-class Clock(Protocol):
+class CudaClock:
     """Host time, and points in the device's queue."""
 
-    def now(self) -> float:
-        """Seconds on the host."""
-
-    def mark(self) -> Any:
-        """A mark after the work launched so far."""
-
-    def reached(self, mark: Any) -> bool:
-        """Whether the device has reached it; does not wait."""
-
-    def between(self, first: Any, last: Any) -> float:
-        """Seconds on the device between two marks that it has reached."""
-
-    def wait(self) -> None:
-        """Wait until the device is idle."""
-
-
-class CudaClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def now(self) -> float:
+        """Seconds on the host."""
         return time.perf_counter()
 
     def mark(self) -> torch.cuda.Event:
+        """A mark after the work launched so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def reached(self, mark: torch.cuda.Event) -> bool:
+        """Whether the device has reached it; does not wait."""
         return mark.query()
 
     def between(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        """Seconds on the device between two marks that it has reached."""
         return first.elapsed_time(last) / 1e3
 
     def wait(self) -> None:
+        """Wait until the device is idle."""
         torch.cuda.synchronize(self._device)
 
 
@@ -84,13 +71,13 @@ class Decision:
 class _Step:
     started: float
     launched: float
-    end: Any  # mark after the last launch
+    end: torch.cuda.Event  # after the last launch
 
 
 class GraphChoice:
     """One decision per device and batch shape. Waits for the device once, before the measured steps."""
 
-    def __init__(self, clock: Clock, device: str) -> None:
+    def __init__(self, clock: CudaClock, device: str) -> None:
         self.made: dict[str, bool] = {}  # saved in checkpoints: a resumed run repeats the decisions
         self._clock, self._device = clock, device
         self._decisions: list[Decision] = []
@@ -99,7 +86,7 @@ class GraphChoice:
 
     def _restart(self) -> None:
         self._warm_ups = 0
-        self._idle: tuple[float, Any] | None = None  # a point that host and device passed at the same time
+        self._idle: tuple[float, torch.cuda.Event] | None = None  # a point that host and device passed at the same time
         self._steps: list[_Step] = []
 
     def uses_graph(self, batches: Sequence[MicroBatch]) -> bool:

@@ -30,7 +30,7 @@ class Interval:
         self._device = device
         self._read: list[Measured] = []  # already read, e.g. for a checkpoint between two log lines
         self._unread: list[tuple[int, StepResult]] = []
-        self._steps_timed = 0
+        self.steps_timed = 0  # by this process; a resumed interval also holds steps from the checkpoint
         self._started = time.perf_counter()
         self._excluded = 0.0
         self._first_step: float | None = None  # seconds, if it was timed
@@ -38,7 +38,7 @@ class Interval:
     def add(self, step: int, result: StepResult) -> None:
         """Add a step without waiting for it."""
         self._unread.append((step, result))
-        self._steps_timed += 1
+        self.steps_timed += 1
 
     def read(self) -> list[Measured]:
         """All steps since the last `clear`, in one copy from the device."""
@@ -50,14 +50,9 @@ class Interval:
             self._unread.clear()
         return list(self._read)
 
-    @property
-    def steps_timed(self) -> int:
-        """Steps that this process ran in the interval. A resumed interval also holds steps from the checkpoint."""
-        return self._steps_timed
-
     def seconds_per_step(self) -> float:
         """Mean over the interval without excluded time. Call after `read`, which waits for the device."""
-        return self._seconds() / max(1, self._steps_timed)
+        return self._seconds() / max(1, self.steps_timed)
 
     def time_first_step(self) -> float:
         """Seconds that the first step of a process or stage took, of which most may be warm-up. Call after `read`."""
@@ -67,9 +62,9 @@ class Interval:
     @property
     def is_warm_up(self) -> bool:
         """Whether the first step took so long that the others are likely to contain warm-up as well."""
-        if self._first_step is None or self._steps_timed < 2:
+        if self._first_step is None or self.steps_timed < 2:
             return self._first_step is not None
-        return self._first_step > 3 * (self._seconds() - self._first_step) / (self._steps_timed - 1)
+        return self._first_step > 3 * (self._seconds() - self._first_step) / (self.steps_timed - 1)
 
     def _seconds(self) -> float:
         return time.perf_counter() - self._started - self._excluded
@@ -82,7 +77,7 @@ class Interval:
 
     def start_clock(self) -> None:
         """Start timing, after building, loading and resuming."""
-        self._steps_timed, self._excluded, self._first_step = 0, 0.0, None
+        self.steps_timed, self._excluded, self._first_step = 0, 0.0, None
         self._started = time.perf_counter()
 
     @contextmanager
