@@ -20,7 +20,7 @@ class ListStream:
     """Documents from lists, with optional masks."""
 
     def __init__(self, documents: list[list[int]], masks: list[list[bool]] | None = None) -> None:
-        self.identity, self.bad_records = {}, []
+        self.identity = {}
         self._documents, self._masks = documents, masks
 
     def documents(self, cursor=None):

@@ -76,7 +76,7 @@ def test_skipped_records_are_reported(tmp_path):
     path.write_bytes(jsonl_with(b"nonsense"))
     with build_loader(config("jsonl", path, bad_records="skip"), seed=0, batch_sequences=1) as loader:
         assert next(loader).stats.skipped == 1
-        assert "record 4 of" in loader.stream.bad_records[0]
+        assert "record 4 of" in loader.stream.notes.bad_records[0]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst"])
@@ -124,8 +124,8 @@ def test_an_io_error_is_retried_and_warned_about(source, tmp_path, monkeypatch, 
     monkeypatch.setattr(records, "open_binary", UnreliableStorage(3))
     with build_loader(config(source, tmp_path, bad_records="skip"), seed=0, batch_sequences=1) as loader:
         batches = list(loader)
-        assert len(loader.stream.io_retries) == 3
-        assert "a.jsonl could not be read (Input/output error): retry 1 of 3" in loader.stream.io_retries[0]
+        assert len(loader.stream.notes.io_retries) == 3
+        assert "a.jsonl could not be read (Input/output error): retry 1 of 3" in loader.stream.notes.io_retries[0]
     assert len(documents_of(batches)) == (6 if source == "jsonl" else 1)
     assert batches[-1].stats.skipped == 0
 

@@ -99,7 +99,7 @@ def corpus_of(folder, configs, **files: str):
 def saved(data, lists):
     """A state in the middle of `data`, with its file lists."""
     with build_loader(data, seed=7, batch_sequences=4) as loader:
-        save_file_lists(lists, loader.stream.files)
+        save_file_lists(lists, loader.stream.notes.files)
         next(loader)
         return next(loader).state
 

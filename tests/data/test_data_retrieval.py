@@ -238,7 +238,7 @@ def test_the_share_holds_within_a_long_document(tmp_path, monkeypatch, read, ass
 def test_a_long_document_is_not_joined_with_those_before_it(monkeypatch):
     monkeypatch.setattr("tercet.data.exercises.LONG_DOCUMENT", 2000)
     documents = (Document(np.array([65] * n + [0], dtype=np.uint8), None, {}) for n in (100, 50, 3000, 50))
-    source = SimpleNamespace(documents=lambda cursor: documents)
+    source = SimpleNamespace(documents=lambda cursor: documents, notes=None)
     stream = ExerciseStream(source, 0.9, 768, ByteTokenizer(), 0)
     assert [len(document.tokens) for document in stream.documents()] == [101, 51, 3001, 51]
 

@@ -19,15 +19,14 @@ from tercet.data.exercises import ExerciseStream
 from tercet.data.files import python_files
 from tercet.data.loader import build_loader
 from tercet.data.sources import MixtureStream
-from tercet.data.stream import BadRecordError, DataError
+from tercet.data.stream import BadRecordError, DataError, SourceNotes
 from tercet.data.tokenizers import ByteTokenizer
 
 
 def test_messages_of_a_source_pass_through_exercises_and_mixtures():
-    source = SimpleNamespace(bad_records=["a"], io_retries=["b"], held_out=["c"], files={"d": None})
+    source = SimpleNamespace(notes=SourceNotes(["a"], ["b"], ["c"], {"d": None}))
     for stream in (ExerciseStream(source, 0.5, 768, ByteTokenizer(), 0), MixtureStream({"part": (1.0, source)})):
-        assert (stream.bad_records, stream.io_retries, stream.held_out) == (["a"], ["b"], ["c"])
-        assert stream.files == source.files
+        assert stream.notes == source.notes
 
 
 def test_shards_are_one_folder(shards, read):

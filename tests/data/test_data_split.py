@@ -117,7 +117,7 @@ def test_too_few_documents_hold_out_the_end_of_the_text(tmp_path, kind, files, r
     assert text.endswith(held_out)
     assert len(train) + len(held_out) == len(text)
     with build_loader(data, seed=7, batch_sequences=1) as loader:
-        assert "too few to hold out whole ones" in loader.stream.held_out[0]
+        assert "too few to hold out whole ones" in loader.stream.notes.held_out[0]
     batches = read(data, 4)
     assert read(data, 1, state=batches[2].state)[0].tokens.tolist() == batches[3].tokens.tolist()
 

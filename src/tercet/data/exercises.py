@@ -11,7 +11,7 @@ What an exercise contains depends on the seed, the number of its group and the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,6 +44,7 @@ class ExerciseStream:
 
     def __init__(self, stream: DocumentStream, share: float, seq_len: int, tokenizer: Tokenizer, seed: int) -> None:
         self._stream, self._share, self._seq_len, self._seed = stream, share, seq_len, seed
+        self.notes = stream.notes
         self._writer = ExerciseWriter(tokenizer)
         self._eos = tokenizer.eos_id
         self._newline = np.array(tokenizer.encode("\n"), dtype=tokenizer.dtype)
@@ -51,22 +52,6 @@ class ExerciseStream:
     @property
     def identity(self) -> dict[str, Any]:
         return {**self._stream.identity, "data.retrieval": self._share, "data.retrieval_version": VERSION}
-
-    @property
-    def bad_records(self) -> list[str]:
-        return self._stream.bad_records
-
-    @property
-    def io_retries(self) -> list[str]:
-        return self._stream.io_retries
-
-    @property
-    def files(self) -> Mapping[str, Any]:
-        return self._stream.files
-
-    @property
-    def held_out(self) -> list[str]:
-        return self._stream.held_out
 
     def documents(self, cursor: Cursor | None = None) -> Documents:
         counts: dict[str, int] = dict.fromkeys(("read", "joined", "groups", "next"), 0)

@@ -24,7 +24,7 @@ def describe(data: DataConfig, *, split: Split, sequences: int, seed: int) -> It
     stream = open_stream(data, tokenizer, seed=seed, split=split)
     yield f"source {data.source}, split {split}, seed {seed}"
     yield f"tokenizer {tokenizer.name}: {tokenizer.vocab_size} tokens, EOS {tokenizer.eos_id}"
-    yield from stream.held_out
+    yield from stream.notes.held_out
     packing = Packing(data.seq_len, sequences, 0, sequences, data.packing == "whole", tokenizer.eos_id)
     batches = pack(stream, packing)
     packed = next(batches, None)

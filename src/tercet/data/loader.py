@@ -129,7 +129,7 @@ def build_loader(
     saved = state.get("identity") if isinstance(state, dict) else None
     stream = open_stream(data, tokenizer, seed=seed, split=split, saved=saved)
     changes: list[str] = []
-    for files in stream.files.values():
+    for files in stream.notes.files.values():
         _ = files.contents  # computed now, or the prefetch thread and its caller would both do it
     if state is not None:
         with one_line_errors(DataError, DAMAGED_CURSOR):
@@ -163,7 +163,7 @@ def _match_files(
     """The state for the files as they are now, and how they changed, which is an error unless `accept`."""
     before, now = copy.deepcopy(state.get("identity", {})), stream.identity
     changes = []
-    for source, files in stream.files.items():
+    for source, files in stream.notes.files.items():
         mixed = isinstance(now.get(source), dict)
         was, is_ = (identity.get(source, {}) if mixed else identity for identity in (before, now))
         keys = was.keys() & is_.keys() & {"files", "shards", "contents"}

@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field
 from tercet import atomic_io, parse
 from tercet.data.files import FileSet
 from tercet.data.order import SHORTEST_HELD_OUT, describe_held_out, in_validation, permutation
-from tercet.data.stream import Cursor, DataError, DataUsageError, Document, Documents, ReadOptions
+from tercet.data.stream import Cursor, DataError, DataUsageError, Document, Documents, ReadOptions, SourceNotes
 from tercet.data.tokenizers import Tokenizer
 from tercet.parse import describe, one_line_errors
 
@@ -77,9 +77,6 @@ class ShardStream:
     ) -> None:
         """hold_out_end: whether validation reads the end of all tokens instead of whole documents; None: only if the
         hashes put all documents on one side of the split."""
-        self.bad_records: list[str] = []
-        self.held_out: list[str] = []
-        self.io_retries: list[str] = []
         self._options, self._name = options, name
         manifest = read_manifest(folder)
         _check_tokenizer(folder, manifest["tokenizer"], tokenizer)
@@ -87,7 +84,7 @@ class ShardStream:
         entries = manifest["shards"]
         self._fingerprint = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()[:32]
         names = [f"{entry['name']}.{kind}.npy" for entry in entries for kind in entry["files"]]
-        self.files = {name: FileSet((file, folder / file) for file in names)}
+        self.notes = SourceNotes(files={name: FileSet((file, folder / file) for file in names)})
         self._tokens = [_open(folder, entry, "tokens") for entry in entries]
         self._loss = [_open(folder, entry, "loss") if "loss" in entry["files"] else None for entry in entries]
         shard, starts, ends, hashes = _documents(folder, entries)
@@ -100,7 +97,7 @@ class ShardStream:
             starts, ends = _split_tokens(starts, ends, total - held_out, options.split)
             in_split = ends > starts
             words = describe_held_out(len(hashes), options.validation_fraction, held_out, f"{total:,} tokens")
-            self.held_out = [f"{name}: {words}"]
+            self.notes.held_out.append(f"{name}: {words}")
         else:
             in_split = validation == (options.split == "validation")
         self._shard, self._start, self._end = shard[in_split], starts[in_split], ends[in_split]
@@ -115,12 +112,12 @@ class ShardStream:
         return {
             "source": self._name,
             "shards": self._fingerprint,
-            "contents": self.files[self._name].contents,
+            "contents": self.notes.files[self._name].contents,
             "validation_fraction": self._options.validation_fraction,
             "shuffle": self._options.shuffle,
             "seed": self._options.seed,
             "split": self._options.split,
-            **({"held_out": "end"} if self.held_out else {}),
+            **({"held_out": "end"} if self.notes.held_out else {}),
         }
 
     def documents(self, cursor: Cursor | None = None) -> Documents:

@@ -8,11 +8,11 @@ from typing import Any
 
 from tercet.config.data import DataConfig, SourceConfig
 from tercet.data.exercises import ExerciseStream
-from tercet.data.files import FileRecords, FileSet, find_files, python_files
+from tercet.data.files import FileRecords, find_files, python_files
 from tercet.data.order import document_hash, key
 from tercet.data.records import jsonl_reader, parquet_reader, read_python, text_reader
 from tercet.data.shards import ShardStream
-from tercet.data.stream import Cursor, DataUsageError, Documents, DocumentStream, ReadOptions, Split
+from tercet.data.stream import Cursor, DataUsageError, Documents, DocumentStream, ReadOptions, SourceNotes, Split
 from tercet.data.synthetic import SyntheticStream
 from tercet.data.text import RecordSource, TextStream, ValidationSplit
 from tercet.data.tokenizers import Tokenizer
@@ -122,20 +122,14 @@ class MixtureStream:
         return {name: {"weight": weight, **stream.identity} for name, (weight, stream) in self._parts.items()}
 
     @property
-    def bad_records(self) -> list[str]:
-        return [message for _, stream in self._parts.values() for message in stream.bad_records]
-
-    @property
-    def io_retries(self) -> list[str]:
-        return [message for _, stream in self._parts.values() for message in stream.io_retries]
-
-    @property
-    def held_out(self) -> list[str]:
-        return [message for _, stream in self._parts.values() for message in stream.held_out]
-
-    @property
-    def files(self) -> dict[str, FileSet]:
-        return {name: files for _, stream in self._parts.values() for name, files in stream.files.items()}
+    def notes(self) -> SourceNotes:
+        parts = [stream.notes for _, stream in self._parts.values()]
+        return SourceNotes(
+            bad_records=[message for notes in parts for message in notes.bad_records],
+            io_retries=[message for notes in parts for message in notes.io_retries],
+            held_out=[message for notes in parts for message in notes.held_out],
+            files={name: files for notes in parts for name, files in notes.files.items()},
+        )
 
     def documents(self, cursor: Cursor | None = None) -> Documents:
         names = list(self._parts)

@@ -6,7 +6,7 @@ A stream is an iterator of documents that can be reopened after any document, fr
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -54,26 +54,27 @@ class ReadOptions:
     max_lost_text: float = 1.0  # share of characters that the tokenizer may lose
 
 
+@dataclass(frozen=True)
+class SourceNotes:
+    """What is known about a stream besides its documents. The lists grow while it is read."""
+
+    bad_records: list[str] = field(default_factory=list)
+    """Messages of the first few skipped records."""
+    io_retries: list[str] = field(default_factory=list)
+    """One warning for each retry of an I/O error."""
+    held_out: list[str] = field(default_factory=list)
+    """For each source too small to hold out whole documents: a message about what is held out instead."""
+    files: Mapping[str, Any] = field(default_factory=dict)
+    """The local files of each source, as FileSets."""
+
+
 class DocumentStream(Protocol):
     @property
     def identity(self) -> dict[str, Any]:
         """What must not change between saving a cursor and resuming from it: facts about source and order, as JSON."""
 
     @property
-    def bad_records(self) -> list[str]:
-        """Messages of the first few skipped records."""
-
-    @property
-    def io_retries(self) -> list[str]:
-        """One warning for each retry of an I/O error."""
-
-    @property
-    def files(self) -> Mapping[str, Any]:
-        """The local files of each source, as FileSets."""
-
-    @property
-    def held_out(self) -> list[str]:
-        """For each source too small to hold out whole documents: a message about what is held out instead."""
+    def notes(self) -> SourceNotes: ...
 
     def documents(self, cursor: Cursor | None = None) -> Documents:
         """Documents after `cursor`; None: from the start."""

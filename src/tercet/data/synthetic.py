@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from tercet.config.data import SyntheticConfig
-from tercet.data.files import FileSet
 from tercet.data.order import in_validation, key, mix, random_below, random_u64
-from tercet.data.stream import Cursor, DataUsageError, Document, Documents, ReadOptions
+from tercet.data.stream import Cursor, DataUsageError, Document, Documents, ReadOptions, SourceNotes
 from tercet.data.tokenizers import Tokenizer, smallest_dtype
 
 KEYS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", dtype=np.uint8)
@@ -43,10 +42,7 @@ class SyntheticStream:
     def __init__(
         self, config: SyntheticConfig, seq_len: int, tokenizer: Tokenizer, options: ReadOptions, name: str
     ) -> None:
-        self.bad_records: list[str] = []
-        self.io_retries: list[str] = []
-        self.held_out: list[str] = []
-        self.files: dict[str, FileSet] = {}
+        self.notes = SourceNotes()
         self._options, self._name = options, name
         length = config.length or seq_len
         self._facts = {**config.model_dump(), "length": length, "tokenizer": tokenizer.fingerprint}

@@ -21,6 +21,7 @@ from tercet.data.stream import (
     Document,
     Documents,
     ReadOptions,
+    SourceNotes,
     Split,
     zero_counts,
 )
@@ -140,20 +141,15 @@ class TextStream:
     def __init__(
         self, records: RecordSource, tokenizer: Tokenizer, options: ReadOptions, name: str, split: ValidationSplit
     ) -> None:
-        self.bad_records: list[str] = []
-        self.held_out = [f"{name}: {split.held_out}"] if split.held_out else []
+        self.notes = SourceNotes(
+            io_retries=records.io_retries,
+            held_out=[f"{name}: {split.held_out}"] if split.held_out else [],
+            files={name: files} if (files := records.files) else {},
+        )
         self._records, self._tokenizer, self._options, self._name = records, tokenizer, options, name
         self._split = split
         self._block_records = ONE_PER_FILE_BLOCK if records.one_per_file else options.shuffle_block
         self._shuffle_in_block = options.shuffle and not records.one_per_file
-
-    @property
-    def io_retries(self) -> list[str]:
-        return self._records.io_retries
-
-    @property
-    def files(self) -> dict[str, FileSet]:
-        return {self._name: files} if (files := self._records.files) else {}
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -167,7 +163,7 @@ class TextStream:
             "shuffle_block": self._block_records,
             "seed": self._options.seed,
             "split": self._options.split,
-            **({"held_out": "end"} if self.held_out else {}),
+            **({"held_out": "end"} if self.notes.held_out else {}),
         }
 
     def documents(self, cursor: Cursor | None = None) -> Documents:
@@ -266,8 +262,8 @@ class TextStream:
     def _skip(self, bad: BadRecordError) -> None:
         if not self._options.skip_bad:
             raise bad
-        if len(self.bad_records) < BAD_RECORDS_KEPT:
-            self.bad_records.append(str(bad))
+        if len(self.notes.bad_records) < BAD_RECORDS_KEPT:
+            self.notes.bad_records.append(str(bad))
 
 
 def record_hash(record: Record) -> int:

@@ -95,7 +95,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         # A run without a step left keeps the description of the steps that it ran.
         if strategy.rank == 0 and (start is None or forked or state.step < config.train.steps):
             folder.describe(config, origins, environment(device, device_name(device)), tokenizer)
-            save_file_lists(folder.path / FILE_LISTS, loader.stream.files)
+            save_file_lists(folder.path / FILE_LISTS, loader.stream.notes.files)
         superseded, damaged = rewind(folder.path, strategy.rank, state.step)
         log = stack.enter_context(closing(EventLog(folder.path, strategy.rank)))
         beat = stack.enter_context(closing(Heartbeat(folder.path, strategy.rank, config.log.heartbeat_seconds)))
@@ -114,7 +114,10 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         )
         log.emit(run_started(config, state, strategy, start.path if start else None, superseded))
         emptied = strategy.rank == 0 and start is not None and not forked and not past
-        notes = [*_lost_events(log, damaged, emptied, state.step), *(loader.stream.held_out if start is None else ())]
+        notes = [
+            *_lost_events(log, damaged, emptied, state.step),
+            *(loader.stream.notes.held_out if start is None else ()),
+        ]
         for text in notes:
             log.emit(events.Noted(step=state.step, text=text))
         if doctor_report is not None:
@@ -285,7 +288,7 @@ class Trainer:
             self.observer.observe(event)
 
     def _log_io_retries(self) -> None:
-        messages = self.loader.stream.io_retries[self._io_retries :]
+        messages = self.loader.stream.notes.io_retries[self._io_retries :]
         for message in messages:
             self.log.emit(events.Noted(step=self.state.step, text=f"warning: {message}"))
         self._io_retries += len(messages)
@@ -507,7 +510,7 @@ class Trainer:
         if self.strategy.rank == 0:
             print_summary(
                 self.screen, self.config, self.folder, state, self._start, completed=completed, reason=reason,
-                bad_records=self.batches.stats.skipped, bad_examples=self.loader.stream.bad_records,
+                bad_records=self.batches.stats.skipped, bad_examples=self.loader.stream.notes.bad_records,
             )  # fmt: skip
 
     def _log_end(self, outcome: str, reason: str) -> None:
