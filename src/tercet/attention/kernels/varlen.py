@@ -164,10 +164,6 @@ class Documents:
     def count(self) -> int:
         return self.batch if self.cu is None else self.cu.shape[0] - 1
 
-    @property
-    def cu_seqlens(self) -> Tensor | None:
-        return self.cu
-
     def token_tiles(self, rows: int) -> int:
         return self._tiles(self.length, rows)
 
