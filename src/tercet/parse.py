@@ -39,8 +39,10 @@ def read_json(path: Path, kind: type[Exception], fix: str) -> dict[str, Any]:
     """Read a JSON object. Raises `kind`, in one line with the fix, if the file is missing, damaged or another value."""
     try:
         value = parse_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise kind(f"{path} is missing: {fix}") from None
     except (OSError, ValueError) as error:
-        raise kind(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): {fix}") from None
+        raise kind(f"{path} cannot be read ({error}): {fix}") from None
     if not isinstance(value, dict):
         raise kind(f"{path} contains a {type(value).__name__}, expected an object: {fix}")
     return value
