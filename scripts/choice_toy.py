@@ -40,9 +40,9 @@ from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.inference.selection_map import record_selections
 from tercet.model.compression import Compression
 from tercet.model.config import ModelConfig
+from tercet.model.layer import SelectingLayer
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import rotate
-from tercet.model.selecting import SelectingLayer
 from tercet.model.transformer import Block, Transformer
 
 SIZES: dict[str, Any] = {
