@@ -241,6 +241,10 @@ def test_dense_may_be_faster_on_a_cpu_and_below_8k(healthy, tmp_path):
                       for r in (run, baseline(run)))  # fmt: skip
         return gate(judge(run, dense, Thresholds(40, **limits)), "throughput")
 
+    def keep_first_step(lines):
+        first = next(line for line in lines if line["kind"] == "step")
+        lines[:] = [line for line in lines if line["kind"] != "step" or line is first]
+
     def baseline(run):
         faster = each("step", tokens_per_s=lambda speed: 2 * speed)
         return dense_baseline(run, tmp_path / f"{run.folder.name}-dense-{next(names)}", faster)
@@ -249,6 +253,8 @@ def test_dense_may_be_faster_on_a_cpu_and_below_8k(healthy, tmp_path):
     on_cpu = throughput(healthy)
     assert on_cpu.verdict == "NOT APPLICABLE"
     assert "0.50× dense, but ran on a CPU" in on_cpu.sentence
+    short = dense_baseline(healthy, tmp_path / "short", keep_first_step)
+    assert gate(judge(healthy, short, FEW), "throughput").verdict == "NOT APPLICABLE"
     ran = on_gpu(healthy, tmp_path / "gpu")
     assert throughput(ran, 4096).verdict == "NOT APPLICABLE"
     assert throughput(ran, 8192).verdict == "NO-GO"
