@@ -305,7 +305,7 @@ def measured_steps():
                 yield cell, cell["flags"] | ({"model.selector": selector} if selector else {})
 
 
-@pytest.mark.parametrize(("cell", "flags"), measured_steps(), ids=lambda x: f"{x.get('mode')}-{x.get('preset')}")
+@pytest.mark.parametrize(("cell", "flags"), list(measured_steps()), ids=lambda x: f"{x.get('mode')}-{x.get('preset')}")
 def test_planned_memory_is_within_8_percent_of_the_measured_peak(cell, flags):
     sizes = {"data.seq_len": cell["length"], "train.micro_batch": cell["batch"], "train.tokens_per_step": 65536}
     config = load(cell["preset"], flags=flags | sizes | {"run.device": "auto"}).config
