@@ -74,10 +74,10 @@ def test_padding_is_not_recorded_as_text(tmp_path: Path, packing: str, cross: bo
     )  # fmt: skip
     most = 40 * len(list(held_out(model, sequences=8, seq_len=40)))
     assert record(model, most).tokens == most > 40
-    with pytest.raises(UsageError, match=f"--length {most + 1} is more than the {most} tokens"):
+    with pytest.raises(UsageError, match=f"--length {most + 1} is more than .* {most} tokens"):
         record(model, most + 1)
     if packing == "whole":  # one document and padding in each sequence
-        with pytest.raises(UsageError, match="--length 60 is more than the 40 tokens"):
+        with pytest.raises(UsageError, match=r"--length 60 is more than .* 40 tokens"):
             record(model, 60)
 
 

@@ -3,7 +3,6 @@ after compressed tokens that holds anything, windows shorter than a tile."""
 
 from __future__ import annotations
 
-import dataclasses
 
 import pytest
 import torch
@@ -54,7 +53,7 @@ def everything(
         x.vc[:, int(ccu[-1]) :] = float("nan")
     documents = Documents(shape.B, shape.T, x.kc.shape[1], cu, ccu, first, queries)
     own = slice(first, first + documents.queries)
-    x = dataclasses.replace(x, q=x.q[:, own].contiguous(), gates=x.gates[:, own].contiguous())
+    x = x._replace(q=x.q[:, own].contiguous(), gates=x.gates[:, own].contiguous())
     generator = torch.Generator(device="cuda").manual_seed(1)
     dout = torch.randn(x.q.shape, dtype=x.q.dtype, device="cuda", generator=generator)
     found = {
@@ -115,8 +114,7 @@ def test_gluon_kernels_give_the_same_bits_again() -> None:
 def test_outputs_are_finite_beside_a_document_that_is_not(branch: str, size: int) -> None:
     config, bounds = tercet.NSAConfig(), [0, 300, 1003, 1100, 2047]
     cu = torch.tensor(bounds, dtype=torch.int32, device="cuda")
-    given = make_inputs(Shape(1, 2047, 4, 2, size), config, "random", 0.0)
-    x = [getattr(given, field.name) for field in dataclasses.fields(given)]
+    x = list(make_inputs(Shape(1, 2047, 4, 2, size), config, "random", 0.0))
     clean = tercet.nsa_attention(*x, config=config, cu_seqlens=cu, branches=(branch,), backend="triton")
     rows = config.compressed_cu_seqlens(cu)[-3:-1].tolist() if branch == "compressed" else bounds[-3:-1]
     first = 1 if branch == "compressed" else 5

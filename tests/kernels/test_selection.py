@@ -9,7 +9,7 @@ import triton.language as tl
 
 import tercet
 from cases import cu, inputs, judge, wrong_sets
-from tercet.attention import stages
+from tercet.attention import reference
 from tercet.attention.kernels import nsa
 from tercet.attention.kernels.compressed import forward
 from tercet.attention.kernels.decode.common import Scores
@@ -119,7 +119,8 @@ def test_long_rows_choose_as_the_reference(blocks: int) -> None:
     documents = Documents(1, length, tokens, bounds, compressed_bounds(bounds, 8, 4), first_query=first, queries=16)
     chosen = select(q, x.kc, forward(q, x.kc, x.vc, cfg, documents)[1], cfg, documents)
     packing = Packing(bounds, length, tokens, cfg)
-    _, expected = stages.compressed_attention(q, x.kc, x.vc, config=cfg, packing=packing, span=Span(first))
+    _, expected, _ = reference.compressed_attention(q, x.kc, x.vc, cfg, packing, span=Span(first))
+    assert expected is not None
     assert torch.equal(chosen, expected)
 
 
@@ -170,5 +171,5 @@ def test_the_benchmarks_choice_pass_is_the_operators(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(attention, "_backend", lambda: "triton")
     shape, cfg = attention.Shape(1, 90, 2, 1, 16), config()
     x = attention.make_inputs(shape, cfg, "random", 0.0, dtype=torch.float32, device="cpu")
-    _, aux = tercet.nsa_attention(*x.all(), config=cfg, backend="triton", return_aux=True)
+    _, aux = tercet.nsa_attention(*x, config=cfg, backend="triton", return_aux=True)
     assert torch.equal(attention.choice_pass(x, cfg)(), aux.block_indices)
