@@ -3,7 +3,6 @@ after compressed tokens that holds anything, windows shorter than a tile."""
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 
