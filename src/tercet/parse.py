@@ -8,6 +8,7 @@ reads the file.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 WRONG_VALUE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
+# Bare or quoted parts with dots in between. tomllib takes quadratic time for them, and no key of ours has five.
+_LONG_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
+
+
 def parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
@@ -29,6 +34,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
+    if _LONG_KEY.search(text):
+        raise ValueError("a key has more than 64 parts")
     try:
         return tomllib.loads(text)
     except RecursionError:

@@ -56,6 +56,19 @@ def test_a_bad_line_is_named_or_skipped_and_counted(bad, reason, suffix, tmp_pat
     assert batches[-1].stats.skipped == 1
 
 
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+@pytest.mark.parametrize("source", ["text", "jsonl"])
+def test_a_file_that_decompresses_without_end_is_refused(source, suffix, tmp_path, monkeypatch, read):
+    monkeypatch.setattr(records, "MIN_DECOMPRESSED", 1000)
+    compress = gzip.compress if suffix == "gz" else zstandard.ZstdCompressor().compress
+    path = tmp_path / f"a.jsonl.{suffix}"
+    path.write_bytes(compress(b" " * 10**6))
+    with pytest.raises(BadRecordError, match="decompresses to more than 200 times its size"):
+        read(config(source, path))
+    path.write_bytes(compress(GOOD[0].encode() * 3 + b" " * 1000))
+    assert read(config("text", path))
+
+
 def test_skipped_and_empty_records_are_counted_once_even_after_a_resume(tmp_path, read):
     path = tmp_path / "a.jsonl"
     lines = [json.dumps({"text": f"good {i} " + "x" * (i % 7)}) for i in range(60)]

@@ -61,13 +61,14 @@ def flatten(config: RunConfig) -> dict[str, Any]:
     return values
 
 
-def flatten_table(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_table(table: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted name -> value of a nested table. A key whose value is a table stays whole; unknown keys are kept."""
     flat: dict[str, Any] = {}
-    for name, value in table.items():
-        path = f"{prefix}{name}"
+    pending = [*table.items()][::-1]
+    while pending:  # not recursive: a file may be nested deeper than Python's stack
+        path, value = pending.pop()
         if isinstance(value, Mapping) and path not in all_keys():
-            flat |= flatten_table(value, f"{path}.")
+            pending += [(f"{path}.{name}", inner) for name, inner in value.items()][::-1]
         else:
             flat[path] = value
     return flat

@@ -31,15 +31,42 @@ Read = tuple[int, Record | BadRecordError]
 Reader = Callable[[Path, int], Iterator[Read]]
 
 
+# Text compresses 3 to 20 times; a small file that decompresses to more memory than there is, about 1000 times.
+MAX_RATIO = 200
+MIN_DECOMPRESSED = 64 << 20  # always allowed
+
+
 def open_binary(path: Path) -> IO[bytes]:
     """Open a file for reading, decompressing .gz and .zst."""
     if path.suffix == ".gz":
-        return cast(IO[bytes], gzip.open(path, "rb"))
-    if path.suffix == ".zst":
+        stream: Any = gzip.open(path, "rb")  # noqa: SIM115  (closed by the reader)
+    elif path.suffix == ".zst":
         # pyarrow is needed for parquet anyway, and reads files with several frames.
         stream = import_pyarrow(path).input_stream(str(path), compression="zstd")
-        return cast(IO[bytes], io.BufferedReader(stream, 1 << 20))
-    return open(path, "rb", buffering=1 << 20)
+    else:
+        return open(path, "rb", buffering=1 << 20)
+    return io.BufferedReader(_Decompressed(stream, path.stat().st_size), 1 << 20)
+
+
+class _Decompressed(io.RawIOBase):
+    """A stream that fails once it has returned MAX_RATIO times the size of its file."""
+
+    def __init__(self, stream: Any, size: int) -> None:
+        self._stream, self._left = stream, max(MIN_DECOMPRESSED, MAX_RATIO * size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = int(self._stream.readinto(buffer))
+        self._left -= count
+        if self._left < 0:
+            raise EOFError(f"it decompresses to more than {MAX_RATIO} times its size: compress it again, or unpack it")
+        return count
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
 
 
 def import_pyarrow(path: Path):  # type: ignore[no-untyped-def]

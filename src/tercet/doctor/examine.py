@@ -35,13 +35,9 @@ def checks(config: RunConfig, *, short: bool, folder: Path | None = None) -> lis
 
         def parity() -> Finding:
             # Kernels only run on a GPU, so resolve `auto` for one.
-            precision, packed = (
-                resolved_precision(config.train.precision, "cuda"),
-                not config.data.cross_document_attention,
-            )
-            return kernels.parity(
-                model, short=short, packed=packed, precision=precision, seq_len=config.longest_sequence
-            )
+            precision = resolved_precision(config.train.precision, "cuda")
+            packed, length = not config.data.cross_document_attention, config.longest_sequence
+            return kernels.parity(model, short=short, packed=packed, precision=precision, seq_len=length)
 
         found.append(("kernel parity", parity))
     found.append(("disk", lambda: storage.disk(place, config, megabytes=1 if short else 256)))
