@@ -6,12 +6,13 @@
 #     bash scripts/evidence.sh rates KIND CORPUS RUNS [flags]           # a small model, three learning rates at once
 #     bash scripts/evidence.sh optimizers CORPUS RUNS [flags]           # m7c with AdamW, and with Muon at two learning rates, at once
 #     bash scripts/evidence.sh production CORPUS RUNS [flags]           # two-branch: SIGTERM at 30%, kill -9 at 65%; dense; report
+#     bash scripts/evidence.sh keep RUNS                                # evaluate both, and copy files for the tables
 #     bash scripts/evidence.sh parameters                               # of every kind
 #
 # KIND: see scripts/kinds.sh. CORPUS: shards from scripts/linux_corpus.sh or scripts/manuals_corpus.sh. LR: learning rate
 # (1e-3; of tiny 3e-3). STEPS: of a run. LIMIT: seconds after which a run saves and stops (1380); the same command continues it.
 set -euo pipefail
-usage() { sed -n '2,12p' "$0" >&2; exit 2; }
+usage() { sed -n '2,13p' "$0" >&2; exit 2; }
 [ $# -ge 1 ] || usage
 phase=$1
 shift
@@ -139,6 +140,20 @@ production)
     run "$runs/production" two-branch 8192 "$steps" --run.seed 1 "$@"
     run "$runs/production-dense" dense 8192 "$steps" --run.seed 1 "$@"
     "$python" -m tercet report "$runs/production" --baseline "$runs/production-dense"
+    ;;
+keep)
+    [ $# -eq 1 ] || usage
+    to=$(dirname "$0")/../docs/results/production
+    mkdir -p "$to"
+    for name in production production-dense; do
+        [ -f "$1/$name-perplexity.txt" ] || "$python" -m tercet eval perplexity "$1/$name" --seq-len 8192 \
+            --sequences 256 --batch 8 --dtype bfloat16 > "$1/$name-perplexity.txt"
+        keep_run "$1/$name" "$to/$name"
+        cut -d, -f1,2,4 "$1/$name/training.csv" > "$to/$name-training.csv"
+        cp "$1/$name-perplexity.txt" "$to"
+    done
+    cp "$1/production/report/report.md" "$to"
+    without_folders "$1/production/config.toml" "$1" "$to"/*
     ;;
 parameters)
     for kind in compressed learned two-branch one-branch block-sparse all random dense dense-matched; do

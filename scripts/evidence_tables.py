@@ -1,7 +1,8 @@
 """Tables of docs/results/evidence.md, for scripts/results_tables.py.
 
 Runs of `STOP=1700 bash scripts/retrieval.sh train KIND ... --run.seed SEED` are docs/results/evidence/KIND-SEED-*;
-those with the presets' own seed are among the files of retrieval and conversion.
+those with the presets' own seed are among the files of retrieval and conversion. `bash scripts/evidence.sh production`
+wrote docs/results/production.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from result_files import RESULTS, change, losses, read_csv, read_eval, table
+from result_files import RESULTS, by_context, by_step, change, losses, read_csv, read_eval, table
 from retrieval_tables import step_times
 
 FOLDER = RESULTS / "evidence"
+TOKENS_PER_STEP = 65_536
 STEP = 1700  # the end of the stage at 8,192
 DENSE_STEP = 1300  # validated, and after about as many seconds as NSA needs for STEP
 KINDS = {
     "dense": "dense",
+    "dense-5e-4": "dense, learning rate 5e-4",
+    "dense-2e-3": "dense, learning rate 2e-3",
     "dense-matched": "dense, wider FFN",
     "learned": "NSA, learned selectors",
     "compressed": "NSA, compressed scores",
@@ -188,11 +192,47 @@ def tiny_seeds() -> str:
     return table(head, [list(row) for row in zip(labels, *columns, strict=True)])
 
 
+# The second corpus
+
+PRODUCTION = RESULTS / "production"
+PRODUCTION_RUNS = {"two-branch": "production", "dense": "production-dense"}
+
+
+def production_losses() -> str:
+    """Held-out loss at each quarter of the run."""
+    records = {name: {"rows": read_csv(PRODUCTION / f"{run}-validation.csv")} for name, run in PRODUCTION_RUNS.items()}
+    for record in records.values():
+        record["rows"] = [row for at, row in enumerate(record["rows"], 1) if at % (len(record["rows"]) // 4) == 0]
+    return by_step(records)
+
+
+def production_time() -> str:
+    """Held-out loss of both, and of dense when it has trained for about as long as two-branch."""
+    rows = []
+    limit = 0.0  # seconds of two-branch
+    for name, run in PRODUCTION_RUNS.items():
+        speed = statistics.median(float(row["tokens_per_s"]) for row in read_csv(PRODUCTION / f"{run}-training.csv"))
+        found = losses(PRODUCTION / f"{run}-validation.csv")
+        seconds = {step: step * TOKENS_PER_STEP / speed for step in found}
+        limit = limit or max(seconds.values())
+        for step in sorted({min(seconds, key=lambda at: abs(seconds[at] - limit)), max(found)}):
+            rows.append([name, f"{speed:,.0f}", f"{step:,}", f"{seconds[step]:.0f}", f"{found[step]:.4f}"])
+    return table(["", "tokens/s", "steps", "seconds", "loss"], rows)
+
+
+def production_positions() -> str:
+    records = {name: read_eval(PRODUCTION / f"{run}-perplexity.txt") for name, run in PRODUCTION_RUNS.items()}
+    return by_context(records, first=8)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "evidence-losses": all_losses,
     "evidence-time": equal_time,
     "evidence-positions": positions,
     "evidence-retrieval": retrieval,
+    "production-losses": production_losses,
+    "production-time": production_time,
+    "production-positions": production_positions,
     "tiny-seeds": tiny_seeds,
     "tiny-rates": tiny_rates,
 }

@@ -1,4 +1,4 @@
-# The kinds of models that scripts/evidence.sh and scripts/retrieval.sh compare. Both source this file.
+# What scripts/evidence.sh and scripts/retrieval.sh share: the kinds of models that they compare, and keeping results.
 
 flags_of_kind() { # kind, sequence length -> preset and flags
     local compressed="m7c --model.selector compressed" one_set="--model.shared_kv true"
@@ -26,4 +26,15 @@ flags_of_kind() { # kind, sequence length -> preset and flags
 refuse() {
     echo "$(basename "$0" .sh): $1" >&2
     return 2
+}
+
+keep_run() { # run folder, prefix of the copies: copy its configuration and losses
+    cp "$1/config.toml" "$2-config.toml"
+    cp "$1/val.csv" "$2-validation.csv"
+}
+
+without_folders() { # configuration of a run, folder of the runs, files: rewrite the paths of this machine in them
+    local corpus
+    corpus=$(sed -n 's/^path = \["\(.*\)"\].*/\1/p' "$1")
+    sed -i "s#$(realpath "$2")#runs#g; s#$2#runs#g; s#$corpus#corpus/$(basename "$corpus")#g" "${@:3}"
 }

@@ -3,7 +3,7 @@
 #
 #     bash scripts/retrieval.sh train KIND CORPUS RUNS [flags of tercet train]
 #     bash scripts/retrieval.sh evals KIND RUNS
-#     bash scripts/retrieval.sh keep KIND RUNS SEED                      # copy files for the tables of evidence.md
+#     bash scripts/retrieval.sh keep KIND RUNS SEED [NAME]               # copy files for the tables of evidence.md
 #     bash scripts/retrieval.sh small KIND CORPUS RUNS SEED [flags]      # a model of 5M parameters, trained and evaluated
 #
 # KIND: learned; two-branch (learned without the compressed branch), two-branch-shared (and one set of keys and values);
@@ -92,15 +92,12 @@ evals)
     wait
     ;;
 keep)
-    [ $# -eq 4 ] || usage
-    to=$(dirname "$0")/../docs/results/evidence/$kind-$4
-    cp "$3/$kind/config.toml" "$to-config.toml"
-    cp "$3/$kind/val.csv" "$to-validation.csv"
+    [ $# -ge 4 ] && [ $# -le 5 ] || usage
+    to=$(dirname "$0")/../docs/results/evidence/${5:-$kind}-$4
+    keep_run "$3/$kind" "$to"
     cut -d, -f1,2 "$3/$kind/training.csv" > "$to-training.csv"
     for file in perplexity.txt needle.txt ruler.json; do cp "$3/$kind-$file" "$to-$file"; done
-    # without the folders of this machine
-    corpus=$(sed -n 's/^path = \["\(.*\)"\].*/\1/p' "$3/$kind/config.toml")
-    sed -i "s#$(realpath "$3")#runs#g; s#$3#runs#g; s#$corpus#corpus/$(basename "$corpus")#g" "$to"-*
+    without_folders "$3/$kind/config.toml" "$3" "$to"-*
     ;;
 *) usage ;;
 esac

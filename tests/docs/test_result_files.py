@@ -57,6 +57,7 @@ def test_the_window_runs_differ_in_the_documented_settings_only() -> None:
         ("random-1", "random", set()),
         ("compressed-1", "compressed", set()),
         *((f"dense-{seed}", "compressed", {"model.attention"}) for seed in (1, 2)),
+        *((f"dense-{rate}-1", "learned", {"model.attention", "train.lr"}) for rate in ("5e-4", "2e-3")),
         *((f"learned-{seed}", "learned", set()) for seed in (1, 2)),
         *((f"two-branch-{seed}", "learned", {"model.branches"}) for seed in (1, 2)),
     ],
@@ -69,7 +70,13 @@ def test_controls_differ_from_nsa_in_the_documented_settings_only(run: str, sele
     assert (config.run.seed, config.model.selector) == (int(run[-1]), selector)
 
 
-@pytest.mark.parametrize("folder", ["evidence", "retrieval", "conversion"])
+def test_the_production_run_and_its_baseline_differ_in_attention_only() -> None:
+    names = ("production", "production-dense")
+    two_branch, dense = (load(file=RESULTS / "production" / f"{name}-config.toml").config for name in names)
+    assert differences(two_branch, dense).keys() == {"run.name", "model.attention", "model.branches"}
+
+
+@pytest.mark.parametrize("folder", ["evidence", "production", "retrieval", "conversion"])
 def test_no_result_names_a_path_of_the_machine_that_wrote_it(folder: str) -> None:
     for file in (RESULTS / folder).rglob("*.*"):
         assert not re.search(r"(?<![\w.])/(tmp|work|root|home)/", file.read_text(encoding="utf-8")), file
