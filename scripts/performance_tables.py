@@ -80,7 +80,7 @@ def answer() -> str:
         [
             item(
                 f"**Training** steps of `m7c` with learned selectors against dense: at 8k tokens {at[2]}; at 64k "
-                f"{at[3]}. Shorter contexts gain nothing: at 4k {at[1]}; at 2k {at[0]}."
+                f"{at[3]}. At shorter contexts there is little or nothing to gain: at 4k {at[1]}; at 2k {at[0]}."
             ),
             item(
                 f"**Decoding** with the whole model at 64k tokens and batch 1 and 16: block-sparse {block_sparse} "
