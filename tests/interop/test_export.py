@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import tercet
 import tercet.interop.huggingface  # registers
 from inference.models import AS_M7C, language_model, trained
+from tercet import cli
 from tercet.config.data import DataConfig
 from tercet.data.train_tokenizer import train_bpe
 from tercet.errors import TercetError
@@ -261,6 +262,14 @@ def test_a_failed_export_leaves_nothing_behind(run, tmp_path, monkeypatch):
     with pytest.raises(TercetError, match="No space left on device"):
         export(run, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_names_the_checkpoint_that_it_exports(tmp_path, capsys):
+    run = trained(tmp_path / "run", train__steps=2, checkpoint__every=1)
+    older, newest = sorted((run / "checkpoints").glob("step-*"))
+    next(newest.glob("*.safetensors")).write_bytes(b"")  # damaged: the one before it is exported
+    assert cli.main(["export", "hf", str(run), str(tmp_path / "out")]) == 0
+    assert f"exporting {older}\n" in capsys.readouterr().out
 
 
 def test_a_non_empty_folder_is_not_overwritten(run, tmp_path):

@@ -83,9 +83,9 @@ def load_model(
     return model.to(target, _pick_dtype(dtype, model.run, target)).eval()
 
 
-def open_model(path: str | Path) -> tuple[LanguageModel, StoredWeights]:
+def open_model(path: str | Path, *, verify: bool = True) -> tuple[LanguageModel, StoredWeights]:
     """As `load_model`, but the model has no weights (meta device); they are read one by one from the second value."""
-    model = _build(find_model(path, verify=True)).eval()
+    model = _build(find_model(path, verify=verify)).eval()
     assert model.source is not None
     weights = StoredWeights(model.source)
     checkpoint.compare_shapes(model.source, {name: p.shape for name, p in model.state_dict().items()}, weights.shapes())

@@ -26,12 +26,13 @@ def hf(
             dense attention.
     """
     check_empty(out)
-    model = find_model(run).run.model
+    stored = find_model(run, verify=True)
+    print(f"exporting {stored.source}", flush=True)
     if format != "tercet":
-        check_family(model, format)
+        check_family(stored.run.model, format)
         from tercet.interop.huggingface.export import SELECTOR_WEIGHTS, export_dense
 
-        export_dense(run, out, format, dtype=dtype)
+        export_dense(stored.source, out, format, dtype=dtype, verify=False)
         print(f"Wrote {out}. To load it with transformers alone:")
         print("  from transformers import AutoModelForCausalLM")
         print(f"  model = AutoModelForCausalLM.from_pretrained({str(out)!r})")
@@ -40,7 +41,7 @@ def hf(
         return 0
     from tercet.interop.huggingface.export import export
 
-    export(run, out, dtype=dtype)
+    export(stored.source, out, dtype=dtype, verify=False)
     print(f"Wrote {out}. To load it anywhere tercet is installed:")
     print("  import tercet.interop.huggingface")
     print("  from transformers import AutoModelForCausalLM, AutoTokenizer")

@@ -50,11 +50,14 @@ def as_transformers_model(model: LanguageModel) -> TercetForCausalLM:
     return wrapped.eval()
 
 
-def export(run: str | Path, out: str | Path, *, dtype: Dtype = "float32") -> Path:
-    """Export the model of a run, a checkpoint or a folder of weights to `out`, which must be empty or not exist."""
+def export(run: str | Path, out: str | Path, *, dtype: Dtype = "float32", verify: bool = True) -> Path:
+    """Export the model of a run, a checkpoint or a folder of weights to `out`, which must be empty or not exist.
+
+    verify: check the checkpoint's checksums first.
+    """
     out = Path(out)
     check_empty(out)
-    model = load_model(run, device="cpu", dtype=dtype)
+    model = load_model(run, device="cpu", dtype=dtype, verify=verify)
     with atomic_folder(out) as folder:
         as_transformers_model(model).save_pretrained(folder)
         as_transformers_tokenizer(model.tokenizer, model.context).save_pretrained(folder)
@@ -69,11 +72,12 @@ def export_dense(
     *,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     shard_bytes: int = SHARD_BYTES,
+    verify: bool = True,
 ) -> Path:
     """As `export`, with the weights and the config.json of a dense model family."""
     out = Path(out)
     check_empty(out)
-    model, weights = open_model(run)
+    model, weights = open_model(run, verify=verify)
     check_family(model.config, family)
     _check_output_bias(weights, family)
     stored_as = getattr(torch, dtype)
