@@ -114,7 +114,7 @@ data prepare --out o --data.source text --data.path nowhere                  pat
 data prepare --out o --data.source text --data.path text.txt text.txt        path names text.txt twice
 data prepare --out o --data.source synthetic                                 source=synthetic cannot be prepared
 data prepare --out o --shard_tokens 0                                        shard_tokens=0 is below 1
-data prepare --out text.txt --data.source text --data.path text.txt          out=text.txt cannot be created
+data prepare --out text.txt --data.source text --data.path text.txt          --out text.txt cannot be written
 data prepare --out full --data.source text --data.path text.txt              out=full contains file, but no shards
 data prepare --out run --data.source text --data.path text.txt               out=run contains checkpoints, events_rank0
 data prepare --out o --workers -1                                            workers=-1 is below 0
@@ -140,9 +140,12 @@ eval selection-map nowhere s.html                                            now
 eval selections nowhere s.npz                                                nowhere does not exist
 export hf nowhere out                                                        nowhere does not exist
 export hf empty full                                                         full exists and is not empty
+export hf empty text.txt/out                                                 OUT text.txt/out cannot be written
 import hf nowhere out                                                        nowhere is not a folder
 import hf empty out                                                          empty has no config.json
 import hf empty full                                                         full exists and is not empty
+import hf empty text.txt/out                                                 OUT text.txt/out cannot be written
+sweep --preset tiny --out text.txt/o                                         --out text.txt/o cannot be written
 sweep --steps 1 --out o                                                      --steps 1 is too small
 bench decode --batches x                                                     --batches x: x is not an integer
 bench decode --contexts 5                                                    contexts=5 is too short
@@ -161,8 +164,8 @@ bench train --preset tiny --lengths ,                                        nei
 bench train --preset tiny --lengths 64 --kinds ,                             --kinds is empty
 bench layer --lengths ,                                                      --lengths is empty
 bench train --preset tiny --steps 0                                          --steps 0 is too small
-bench train --preset tiny --out nowhere/o.json                               folder nowhere does not exist
-bench train --preset tiny --picture empty                                    --picture empty is a folder
+bench train --preset tiny --out text.txt/o.json                              --out text.txt/o.json cannot be written
+bench train --preset tiny --out empty                                        --out empty cannot be written (Is a dir
 bench train --preset tiny --picture map.xyz                                  --picture map.xyz
 bench train --plot list.json                                                 --plot list.json needs an output file
 bench train --plot nowhere.json --picture x.svg                              --plot nowhere.json cannot be read

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from tercet.errors import UsageError
@@ -23,6 +24,15 @@ def check_writable(flag: str, file: Path) -> None:
             file.unlink()
     except OSError as error:
         raise UsageError(f"{flag} {file} cannot be written ({error.strerror}): choose another file") from None
+
+
+def check_writable_folder(flag: str, folder: Path) -> None:
+    """Fail before the work if `folder` cannot be created or written to. Leaves nothing behind."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    try:
+        TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise UsageError(f"{flag} {folder} cannot be written ({error.strerror}): choose another folder") from None
 
 
 def sync(path: Path) -> None:

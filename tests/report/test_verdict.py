@@ -11,8 +11,8 @@ import pytest
 
 from tercet.config.keys import flatten
 from tercet.config.load import load, preset_names, write_config
-from tercet.errors import TercetError
-from tercet.report.commands import _summary
+from tercet.errors import TercetError, UsageError
+from tercet.report.commands import _summary, report
 from tercet.report.dense_baseline import baseline_mismatch
 from tercet.report.gates import Thresholds
 from tercet.report.integrity import contradictions
@@ -310,3 +310,10 @@ def test_an_empty_event_log_is_an_error(tmp_path):
     (tmp_path / "events_rank0.jsonl").write_text("")
     with pytest.raises(TercetError, match="has no events"):
         read_run(tmp_path)
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused_before_a_run_is_judged(healthy, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file/out cannot be written"):
+        report([healthy.folder], out=tmp_path / "file" / "out")
+    assert capsys.readouterr().out == ""

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tercet.atomic_io import check_writable_folder
 from tercet.bench.cells import CellRun, failure, run_cell
 from tercet.bench.learning_rates import DEFAULT_STEPS, sweep_learning_rates
 from tercet.bench.plots import paint_cells
@@ -112,10 +113,8 @@ def sweep(
     folder = Path(out)
     if lrs:
         keys = given | _learning_rate_keys(lrs, grid, base, ranks)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {out} cannot be created ({error.strerror}): choose another folder") from None
+    check_writable_folder("--out", folder)
+    folder.mkdir(parents=True, exist_ok=True)
     if lrs:
         words = launcher(grid[0].strategy, source, ranks, device)
         return sweep_learning_rates(lrs, base, words, keys, steps, seconds, folder)

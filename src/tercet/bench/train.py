@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from tercet.atomic_io import write_text
+from tercet.atomic_io import check_writable, write_text
 from tercet.config.load import dense_baseline, load
 from tercet.config.schema import RunConfig
 from tercet.config.sections import ActivationCheckpointing
@@ -264,12 +264,9 @@ def check_place(flag: str, file: Path | None, kinds: Sequence[str] = ()) -> None
     """Check, before measuring, that the file can be written and has one of these suffixes."""
     if file is None:
         return
-    if not file.parent.is_dir():
-        raise UsageError(f"{flag} {file}: folder {file.parent} does not exist: create it first")
-    if file.is_dir():
-        raise UsageError(f"{flag} {file} is a folder: give a file name")
     if kinds and file.suffix not in kinds:
         raise UsageError(f"{flag} {file} has an unsupported suffix: use {' or '.join(kinds)}")
+    check_writable(flag, file)
 
 
 def check_device(config: RunConfig) -> None:
@@ -307,8 +304,6 @@ def main(
     statistics: bool, flags: dict[str, Any], seconds: float, out: Path | None, picture: Path | None,
 ) -> int:  # fmt: skip
     started = time.time()
-    check_place("--out", out)
-    check_place("--picture", picture, PICTURES)
     whole = {"--tokens": (tokens, 1), "--batch_length": (batch_length, 1), "--steps": (steps, 1)}
     for flag, (number, least) in (whole | {"--repeats": (repeats, 0)}).items():
         if number < least:
@@ -317,6 +312,8 @@ def main(
     for name in dict.fromkeys(cell["preset"] for cell in cells):
         # Report an unknown preset before starting a process.
         check_device(load(preset=name, flags=flags).config)
+    check_place("--out", out)
+    check_place("--picture", picture, PICTURES)
     for cell in cells:
         cell |= {"flags": flags, "statistics": statistics}
     check = [preset, flags, "nsa" in packed] if "nsa" in kinds else None

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from tercet.atomic_io import check_writable_folder
 from tercet.config.data import DataConfig
 from tercet.data.records import Record
 from tercet.data.shards import DOCUMENT, FORMAT, MANIFEST, read_json, read_manifest, write_json, write_shard
@@ -319,10 +320,8 @@ def _make_folder(out: Path) -> None:
         others = sorted(p.name for p in out.iterdir() if p.name not in (LOCK, f"{PLAN}.partial"))
         if others:
             raise DataUsageError(f"out={out} contains {first_few(others)}, but no shards: choose a new or empty folder")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataUsageError(f"out={out} cannot be created ({error}): choose a writable folder") from error
+    check_writable_folder("--out", out)
+    out.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager

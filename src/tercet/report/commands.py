@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 
+from tercet.atomic_io import check_writable_folder
 from tercet.errors import TercetError, UsageError
 from tercet.parse import one_line_errors
 from tercet.report import render, side_by_side
@@ -49,6 +50,8 @@ def report(
     _check_distinct(runs, baseline)
     limits = Thresholds(min_steps=min_steps, dense_ratio=min_dense_ratio, tokens_per_s=target_tokens_per_s)
     loaded = [read_run(path) for path in runs]
+    out = out or (Path("comparison") if len(runs) > 1 else runs[0] / "report")
+    check_writable_folder("--out", out)
     given_baseline = read_run(baseline) if baseline is not None else None
     verdicts, pages = [], []
     for run in loaded:
@@ -56,12 +59,12 @@ def report(
         print(printable(f"{run.name} ({run.folder})"), flush=True)
         with one_line_errors(TercetError, f"{run.folder} has damaged records: restore them, or leave this run out"):
             verdict = judge(run, dense, limits)
-            folder = run.folder / "report" if out is None or len(loaded) > 1 else out
+            folder = run.folder / "report" if len(loaded) > 1 else out
             pages.append(render.write_report(run, verdict, folder, dense))
             verdicts.append(verdict)
             print(printable(_summary(verdict, pages[-1])))
     if len(loaded) > 1:
-        _write_comparison(loaded, verdicts, pages, out or Path("comparison"))
+        _write_comparison(loaded, verdicts, pages, out)
     accepted = (GO,) if require_go else (GO, NOT_TESTED)
     codes = [0 if v.verdict in accepted else v.exit_code for v in verdicts]
     return max(codes, key=(0, 4, 3).index)
