@@ -2,7 +2,7 @@
 # Learning rates, optimizers, noise between seeds, and a production run. (Controls and seeds at `m7c`'s size:
 # scripts/retrieval.sh.)
 #
-#     bash scripts/evidence.sh seeds CORPUS RUNS SEED...                # tiny and tiny-dense on a CPU, one core each
+#     bash scripts/evidence.sh seeds CORPUS RUNS SEED...                # tiny and tiny-dense on a CPU, one core each; RUNS/seeds.csv
 #     bash scripts/evidence.sh rates KIND CORPUS RUNS [flags]           # a small model, three learning rates at once
 #     bash scripts/evidence.sh optimizers CORPUS RUNS [flags]           # m7c with AdamW, and with Muon at two learning rates, at once
 #     bash scripts/evidence.sh production CORPUS RUNS [flags]           # two-branch: SIGTERM at 30%, kill -9 at 65%; dense; report
@@ -51,12 +51,6 @@ run() { # folder, kind, length, steps, flags: train it, or continue
         --log.every 10 --health.memory_every 0 --resume auto "$@"
 }
 
-wait_for() { # process ids: fail if one of them did
-    local failed=0 job
-    for job in "$@"; do wait "$job" || failed=$?; done
-    return $failed
-}
-
 last_loss() { tail -n 1 "$1/val.csv" | cut -d, -f2; }
 
 whole_steps() { # 200M tokens, or two epochs
@@ -92,7 +86,12 @@ seeds)
         done
         wait_for "${jobs[@]}"
     done
-    for run in "$runs"/tiny*; do echo "$(basename "$run"): $(last_loss "$run")"; done
+    for seed in "$@"; do
+        for kind in nsa dense; do
+            preset=tiny-$kind
+            echo "$(basename "$corpus"),$kind,$seed,${LR:-3e-3},800,$(last_loss "$runs/${preset%-nsa}-$seed")" | tee -a "$runs/seeds.csv"
+        done
+    done
     ;;
 rates)
     [ $# -ge 3 ] || usage
@@ -153,6 +152,14 @@ keep)
         cp "$1/$name-perplexity.txt" "$to"
     done
     cp "$1/production/report/report.md" "$to"
+    # losses of the steps that were lost by kill -9, and of the same steps after the resume
+    "$python" - "$1/production" > "$to/repeated.csv" <<'END'
+import json, pathlib, sys
+logs = [pathlib.Path(sys.argv[1], name).read_text() for name in ("superseded_rank0.jsonl", "events_rank0.jsonl")]
+events = [[json.loads(line) for line in log.splitlines()] for log in logs]
+lost, again = ({(e["step"], e["kind"]): e["loss"] for e in log if e["kind"] in ("step", "validation")} for log in events)
+print("step,kind,before,after", *(f"{step},{kind},{lost[step, kind]},{again[step, kind]}" for step, kind in lost), sep="\n")
+END
     without_folders "$1/production/config.toml" "$1" "$to"/*
     ;;
 parameters)

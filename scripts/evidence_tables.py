@@ -91,9 +91,12 @@ def all_losses() -> str:
         cells = [", ".join(f"{loss:.4f}" for loss in sorted(found(seed, kind))) for seed in columns]
         if any(cells):
             ratios = against_dense(kind) if kind != "dense" else []
-            mean = f"**{change(statistics.fmean(ratios))}**" if len(ratios) > 2 else ""
+            mean = ""
+            if len(ratios) > 2:
+                error = statistics.stdev(ratios) / len(ratios) ** 0.5
+                mean = f"**{change(statistics.fmean(ratios))}** ± {error:.1%}"
             rows.append([name, _parameters(kind), *cells, ", ".join(map(change, ratios)), mean])
-    return table(["", "parameters", *(f"seed {seed}" for seed in columns), "vs dense", "mean"], rows)
+    return table(["", "parameters", *(f"seed {seed}" for seed in columns), "vs dense", "mean ± error"], rows)
 
 
 def equal_time() -> str:
@@ -216,7 +219,7 @@ def production_time() -> str:
         seconds = {step: step * TOKENS_PER_STEP / speed for step in found}
         limit = limit or max(seconds.values())
         for step in sorted({min(seconds, key=lambda at: abs(seconds[at] - limit)), max(found)}):
-            rows.append([name, f"{speed:,.0f}", f"{step:,}", f"{seconds[step]:.0f}", f"{found[step]:.4f}"])
+            rows.append([name, f"{speed / 1000:.0f}k", f"{step:,}", f"{seconds[step]:.0f}", f"{found[step]:.4f}"])
     return table(["", "tokens/s", "steps", "seconds", "loss"], rows)
 
 

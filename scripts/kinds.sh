@@ -28,6 +28,12 @@ refuse() {
     return 2
 }
 
+wait_for() { # process ids: fail if one of them did
+    local failed=0 job
+    for job in "$@"; do wait "$job" || failed=$?; done
+    return $failed
+}
+
 keep_run() { # run folder, prefix of the copies: copy its configuration and losses
     cp "$1/config.toml" "$2-config.toml"
     cp "$1/val.csv" "$2-validation.csv"

@@ -3,7 +3,8 @@
 #
 #     bash scripts/retrieval.sh train KIND CORPUS RUNS [flags of tercet train]
 #     bash scripts/retrieval.sh evals KIND RUNS
-#     bash scripts/retrieval.sh keep KIND RUNS SEED [NAME]               # copy files for the tables of evidence.md
+#     bash scripts/retrieval.sh keep KIND RUNS                           # copy files for the tables of retrieval.md
+#     bash scripts/retrieval.sh keep KIND RUNS SEED [NAME]               # with STOP: for those of evidence.md
 #     bash scripts/retrieval.sh small KIND CORPUS RUNS SEED [flags]      # a model of 5M parameters, trained and evaluated
 #
 # KIND: learned; two-branch (learned without the compressed branch), two-branch-shared (and one set of keys and values);
@@ -15,7 +16,7 @@
 # checkpoint up to 8,192 tokens. LR: learning rate (1e-3; of `small` 3e-3).
 # On an H200 `learned` trains for eight minutes; its evaluations take four.
 set -euo pipefail
-usage() { sed -n '2,16p' "$0" >&2; exit 2; }
+usage() { sed -n '2,17p' "$0" >&2; exit 2; }
 [ $# -ge 3 ] || usage
 phase=$1 kind=$2
 python=${PYTHON:-python3}
@@ -69,34 +70,48 @@ small)
         > "$folder-perplexity.txt"
     ;;
 evals)
-    run=$3/$kind
+    run=$3/$kind jobs=()
     if [ -n "${STOP:-}" ]; then
         run=$run/checkpoints/step-$(printf %08d "$STOP")
         "$python" -m tercet eval ruler "$run" --lengths 1024,8192 --tasks niah_single_2,niah_multikey_1,niah_multikey_2 \
             --questions 100 --wording training --out "$3/$kind-ruler.json" > "$3/$kind-ruler.txt" &
+        jobs+=($!)
     fi
     "$python" -m tercet eval needle "$run" --style text --lengths 1024 2048 4096 8192 --trials 16 --dtype bfloat16 \
         --depths 0 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1.0 > "$3/$kind-needle.txt" &
+    jobs+=($!)
     "$python" -m tercet eval perplexity "$run" --seq-len 8192 --sequences 256 --batch 8 --dtype bfloat16 \
         > "$3/$kind-perplexity.txt" &
-    wait
+    jobs+=($!)
+    wait_for "${jobs[@]}"
     [ -z "${STOP:-}" ] || exit 0
+    jobs=()
     lengths=1024,2048,4096,8192,16384,32768,65536
     for wording in training held-out; do
         "$python" -m tercet eval ruler "$run" --lengths $lengths --tasks niah_single_2 --wording $wording \
             --out "$3/$kind-single-$wording.json" --plot "$3/$kind-single-$wording.svg" > "$3/$kind-single-$wording.txt" &
+        jobs+=($!)
     done
     "$python" -m tercet eval ruler "$run" --lengths 1024,4096,8192 --questions 100 --wording training \
         --out "$3/$kind-tasks.json" > "$3/$kind-tasks.txt" &
+    jobs+=($!)
     "$python" -m tercet eval context "$run" --lengths 8192 16384 32768 65536 > "$3/$kind-context.txt" &
-    wait
+    jobs+=($!)
+    wait_for "${jobs[@]}"
     ;;
 keep)
-    [ $# -ge 4 ] && [ $# -le 5 ] || usage
-    to=$(dirname "$0")/../docs/results/evidence/${5:-$kind}-$4
+    [ $# -le 5 ] || usage
+    results=$(dirname "$0")/../docs/results
+    if [ $# -eq 3 ]; then
+        to=$results/retrieval/$kind columns=1,2,4,7
+        files=(needle.txt perplexity.txt context.txt single-training.json single-held-out.json tasks.json)
+    else
+        to=$results/evidence/${5:-$kind}-$4 columns=1,2
+        files=(needle.txt perplexity.txt ruler.json)
+    fi
     keep_run "$3/$kind" "$to"
-    cut -d, -f1,2 "$3/$kind/training.csv" > "$to-training.csv"
-    for file in perplexity.txt needle.txt ruler.json; do cp "$3/$kind-$file" "$to-$file"; done
+    cut -d, -f$columns "$3/$kind/training.csv" > "$to-training.csv"
+    for file in "${files[@]}"; do cp "$3/$kind-$file" "$to-$file"; done
     without_folders "$3/$kind/config.toml" "$3" "$to"-*
     ;;
 *) usage ;;

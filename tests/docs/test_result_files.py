@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from pathlib import Path
 
@@ -74,6 +75,13 @@ def test_the_production_run_and_its_baseline_differ_in_attention_only() -> None:
     names = ("production", "production-dense")
     two_branch, dense = (load(file=RESULTS / "production" / f"{name}-config.toml").config for name in names)
     assert differences(two_branch, dense).keys() == {"run.name", "model.attention", "model.branches"}
+
+
+def test_the_production_run_repeated_the_steps_that_a_kill_had_cost() -> None:
+    with (RESULTS / "production" / "repeated.csv").open(encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    assert len(rows) == 34
+    assert all(row["before"] == row["after"] for row in rows)
 
 
 @pytest.mark.parametrize("folder", ["evidence", "production", "retrieval", "conversion"])
