@@ -22,7 +22,15 @@ from tercet.data.tokenizers import ByteTokenizer, LibraryTokenizer, text_bytes
 from tercet.errors import TercetError
 from tercet.inference.load import load_model
 from tercet.inference.needle import default_lengths, find_needles
-from tercet.inference.perplexity import ContextLoss, by_position, held_out, loss_with_context, overall, within_documents
+from tercet.inference.perplexity import (
+    ContextLoss,
+    by_position,
+    held_out,
+    loss_with_context,
+    overall,
+    token_losses,
+    within_documents,
+)
 from tercet.inference.plots import needle_map, perplexity_plot, recall_plot
 from tercet.inference.recall import recall_by_distance, window_reach
 from tercet.inference.selection_map import record_selections, selection_page
@@ -186,6 +194,20 @@ def test_exactly_the_given_number_of_sequences_is_read(cross):
         found = by_position(model, iter(batches))
         assert [(b.first, b.last, b.tokens) for b in found] == [(b.first, b.last, b.tokens) for b in expected]
         assert [b.nats for b in found] == pytest.approx([b.nats for b in expected], rel=1e-5)
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_a_sequence_longer_than_the_text_is_measured_without_its_padding(tmp_path, monkeypatch, cross):
+    (tmp_path / "a.txt").write_text("".join(f"line {i};" for i in range(40)))
+    data = {"data__source": "text", "data__path": str(tmp_path / "a.txt"), "data__separator": ";"}
+    model = language_model(**data, data__validation_fraction=0.5, data__cross_document_attention=cross)
+    (batch,) = held_out(model, sequences=8, seq_len=1024, batch=2)
+    losses = torch.cat([nats for _, nats in token_losses(model, batch)])
+    hidden, read = model.hidden, []
+    monkeypatch.setattr(model, "hidden", lambda tokens, *a, **k: read.append(tokens.numel()) or hidden(tokens, *a, **k))
+    total = overall(by_position(model, [batch]))
+    assert read == [batch.stats.tokens]
+    assert (total.tokens, total.nats) == (len(losses), pytest.approx(losses.sum().item(), rel=1e-5))
 
 
 def test_positions_are_counted_within_documents():

@@ -77,7 +77,7 @@ def by_position(model: LanguageModel, batches: Iterable[Batch]) -> list[Position
     """Loss by position, in buckets 0, 1, 2-3, 4-7, …"""
     sums: Tensor | None = None
     longest = 0
-    for batch in batches:
+    for batch in map(_without_padding, batches):
         longest = batch.tokens.shape[1]
         for position, loss in token_losses(model, batch):
             bucket = (position.double() + 0.5).log2().floor().long() + 1
@@ -90,6 +90,15 @@ def by_position(model: LanguageModel, batches: Iterable[Batch]) -> list[Position
     nats, counts = sums.tolist()
     edges = [(0, 0), *((1 << i, min(2 << i, longest) - 1) for i in range(len(nats)))]
     return [PositionBucket(a, b, int(n), s) for (a, b), s, n in zip(edges, nats, counts, strict=False) if n]
+
+
+def _without_padding(batch: Batch) -> Batch:
+    """If the first sequence holds the whole text: that sequence, up to the end of the text."""
+    count, bounds = batch.stats.tokens, batch.cu_seqlens
+    if count >= batch.tokens.shape[1]:
+        return batch
+    bounds = None if bounds is None else bounds[bounds <= count]
+    return replace(batch, tokens=batch.tokens[:1, :count], targets=batch.targets[:1, :count], cu_seqlens=bounds)
 
 
 @dataclass(frozen=True)
