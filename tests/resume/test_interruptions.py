@@ -34,8 +34,8 @@ from tercet.parallel.launch import Launch
 from tercet.report.integrity import contradictions
 from tercet.report.read import read_run
 from tercet.telemetry.event_log import events_file, read_events
-from tercet.telemetry.events import CheckpointFailed, Noted, RunEnded, Sampled, StepLogged
-from tercet.train import trainer
+from tercet.telemetry.events import CheckpointFailed, Noted, RunEnded, Sampled, StepLogged, Validated
+from tercet.train import trainer, validate
 from tercet.train.checkpoint import HashingFile
 from tercet.train.hooks import StopSignals
 from tercet.train.manifest import complete_checkpoints, step_of
@@ -220,6 +220,32 @@ def test_a_signal_during_the_last_sample_leaves_a_saved_and_complete_run(
     assert ended(folder).outcome == "completed"
     assert train(config, resume="auto") == 0  # no step, only the interrupted sample
     assert [e.step for e in read_events(events_file(folder)) if isinstance(e, Sampled)] == [6]
+
+
+@pytest.mark.parametrize("stages", [{}, {"train__stages": "64:4,128:2"}])
+def test_a_signal_ends_a_validation_after_its_batch_and_a_resume_repeats_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: dict[str, str]
+) -> None:
+    folder, straight, batches, true = tmp_path / "run", tmp_path / "straight", 0, validate.to_device
+    options = {"train__val_every": 2, "train__val_tokens": 640, "checkpoint__every": 0, **stages}
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal batches
+        batches += 1
+        if batches == 7:  # of five for each validation
+            os.kill(os.getpid(), signal.SIGTERM)
+        return true(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(validate, "to_device", interrupted)
+        assert train_small(folder, **options) == 143
+    # the end of a stage cannot be repeated
+    assert (batches, saved_steps(folder)[-1]) == ((10 if stages else 7), 4)
+    assert train_small(folder, **options, resume="auto") == train_small(straight, **options) == 0
+    assert losses(folder) == losses(straight)
+    found, expected = ([(e.step, e.loss) for e in events_of(run, Validated)] for run in (folder, straight))
+    assert found == expected
+    assert [step for step, _ in found] == [2, 4, 6]
 
 
 def ended_step(folder: Path) -> int:

@@ -241,6 +241,8 @@ class Trainer:
         state.interval.start_clock()
         if self.forked:
             self._save()  # so that this folder can be resumed without the other run
+        elif 0 < state.step < steps and _due(state.step, self.config.train.val_every):
+            self._validate()  # if it was interrupted
         while state.step < steps:
             batches, error = self._next_batches()
             self.beat.at(state.step + 1, "waiting for other ranks")
@@ -436,16 +438,23 @@ class Trainer:
         self._validating()
         start = time.perf_counter()
         with self.state.interval.excluded():
-            loss, tokens = self.validation.loss(self.state.model, self.state.device, self._validating)
+            found = self.validation.loss(self.state.model, self.state.device, self._validating, self._stops_validation)
+            if found is None:
+                return
             size = self.validation.text_bytes(self.state.device)
         seconds = time.perf_counter() - start
         self.observer.add_excluded("validation", seconds)
         length = self.stage.data.seq_len if self.config.train.stages else None
         self.log.emit(
             events.Validated(
-                step=self.state.step, loss=loss, tokens=tokens, seconds=seconds, bytes=size, seq_len=length
+                step=self.state.step, loss=found[0], tokens=found[1], seconds=seconds, bytes=size, seq_len=length
             )
         )
+
+    def _stops_validation(self) -> bool:
+        """A signal ends a validation, which a resumed run repeats; not at the end of a stage, where it starts the next
+        one."""
+        return not self.stages.is_over and self.strategy.any_rank(self.stop.signal is not None)
 
     def _validating(self, batch: int = 0) -> None:
         """Show progress and update the heartbeat before each batch; 0 while batches are read."""

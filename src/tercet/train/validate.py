@@ -56,19 +56,25 @@ class Validation:
         self._bytes: int | None = None
 
     def loss(
-        self, model: nn.Module, device: torch.device, progress: Callable[[int], None] = lambda batch: None
-    ) -> tuple[float, int]:
+        self,
+        model: nn.Module,
+        device: torch.device,
+        progress: Callable[[int], None] = lambda batch: None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> tuple[float, int] | None:
         """Mean loss per target token in nats over all ranks, and the number of target tokens. Waits for the device.
 
         `progress` is called with the number of each batch, 0 while they are read, so that a long validation does not
-        look like a stall.
+        look like a stall. `stop` is called before each batch, on all ranks; None once it returns True.
         """
         total = torch.zeros((), dtype=torch.float64, device=device)
         count = torch.zeros((), dtype=torch.int64, device=device)
-        was_training = model.training
+        was_training, stopped = model.training, False
         model.eval()
         with torch.no_grad():
             for number, batch in enumerate(self._load_batches(progress), 1):
+                if stopped := stop():
+                    break
                 progress(number)
                 part = to_device(batch, device, self._strategy)
                 with autocast(device, self._config.train.precision):
@@ -76,6 +82,8 @@ class Validation:
                 total += loss.total
                 count += loss.tokens
         model.train(was_training)
+        if stopped:
+            return None
         targets = int(self._strategy.all_sum(count).item())
         if targets == 0:
             raise UsageError(
