@@ -13,10 +13,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,7 @@ from tercet.data.shards import DOCUMENT, FORMAT, MANIFEST, read_json, read_manif
 from tercet.data.sources import record_source
 from tercet.data.stream import BadRecordError, DataError, DataUsageError
 from tercet.data.text import BAD_RECORDS_KEPT, RecordIterator, check_encodable, encode_records, record_hash
-from tercet.data.tokenizers import (
-    CHECKED_DOCUMENTS,
-    LibraryTokenizer,
-    Tokenizer,
-    check_round_trip,
-    load_tokenizer,
-)
+from tercet.data.tokenizers import CHECKED_DOCUMENTS, LibraryTokenizer, Tokenizer, check_round_trip, load_tokenizer
 from tercet.errors import first_few
 
 PLAN = "prepare.json"
@@ -65,7 +59,7 @@ class _Chunk:
     left_out: int
 
 
-Encoded = tuple[list[tuple[np.ndarray, int]], list[int]]  # (tokens, prompt tokens) and hash of each document
+Encoded = list[tuple[np.ndarray, int, int]]  # tokens, number of prompt tokens and hash of each document
 
 
 def prepare(
@@ -105,8 +99,8 @@ def prepare(
         position = entries[-1]["place"] if entries else None
         chunks = _chunks(records.open(0, position), tokenizer, skip_bad=data.bad_records == "skip")
         writer = _ShardWriter(out, tokenizer.dtype, shard_tokens, masks=bool(data.prompt_field), entries=entries)
-        with _Workers(workers, data) as pool:
-            for chunk, encoded in pool.tokenise(chunks):
+        with closing(_tokenize(chunks, tokenizer, data, workers)) as tokenized:
+            for chunk, encoded in tokenized:
                 if writer.is_empty:
                     texts = [record.text for record in chunk.records[:CHECKED_DOCUMENTS]]
                     check_round_trip(tokenizer, texts, data.max_lost_text)
@@ -152,27 +146,20 @@ class _ShardWriter:
         self._out, self._dtype, self._shard_tokens, self._masks = out, dtype, shard_tokens, masks
         self._entries = entries
         self._clear()
-        self._position: Any = entries[-1]["place"] if entries else None
 
     def _clear(self) -> None:
-        self._tokens: list[np.ndarray] = []
-        self._prompts: list[int] = []
-        self._hashes: list[int] = []
+        self._documents: Encoded = []
         self._bad: list[str] = []
         self._size = self._skipped = self._left_out = 0
 
     def add(self, chunk: _Chunk, encoded: Encoded) -> bool:
         """Add a chunk; True if that completed a shard, which is then on disk."""
-        documents, hashes = encoded
-        for tokens, prompt in documents:
-            self._tokens.append(tokens)
-            self._prompts.append(prompt)
-            self._size += len(tokens)
-        self._hashes += hashes
+        self._documents += encoded
+        self._size += sum(len(tokens) for tokens, _, _ in encoded)
         self._skipped += len(chunk.bad)
         self._bad = (self._bad + chunk.bad)[:BAD_RECORDS_KEPT]
         self._left_out += chunk.left_out
-        self._position = chunk.position
+        self._position = chunk.position  # where the next run continues
         if self._size < self._shard_tokens:
             return False
         self._write()
@@ -180,23 +167,22 @@ class _ShardWriter:
 
     @property
     def is_empty(self) -> bool:
-        return not (self._entries or self._tokens)
+        return not (self._entries or self._documents)
 
     def finish(self) -> None:
-        if self._tokens or self._skipped or self._left_out or not self._entries:
+        if self._documents or self._skipped or self._left_out or not self._entries:
             self._write()
 
     def _write(self) -> None:
-        lengths = np.array([len(tokens) for tokens in self._tokens], dtype=np.int64)
-        documents = np.empty(len(lengths), dtype=DOCUMENT)
-        documents["end"] = np.cumsum(lengths)
-        documents["hash"] = self._hashes
-        loss = None
-        if self._masks:
-            loss = np.ones(self._size, dtype=bool)
-            for end, length, prompt in zip(documents["end"].tolist(), lengths.tolist(), self._prompts, strict=True):
-                loss[end - length : end - length + prompt] = False
-        tokens = np.concatenate(self._tokens) if self._tokens else np.empty(0, dtype=self._dtype)
+        tokens = np.concatenate([np.empty(0, self._dtype), *(tokens for tokens, _, _ in self._documents)])
+        loss = np.ones(self._size, dtype=bool) if self._masks else None
+        documents = np.empty(len(self._documents), dtype=DOCUMENT)
+        end = 0
+        for i, (own, prompt, digest) in enumerate(self._documents):
+            if loss is not None:
+                loss[end : end + prompt] = False
+            end += len(own)
+            documents[i] = end, digest
         facts = {
             "skipped": self._skipped,
             "bad_records": self._bad,
@@ -208,51 +194,38 @@ class _ShardWriter:
         self._clear()
 
 
-class _Workers:
-    """Tokenizing processes; with one worker, this process itself."""
-
-    def __init__(self, count: int, data: DataConfig) -> None:
-        self._count = count
-        self._tokenizer = load_tokenizer(data.tokenizer, data.eos_token) if count == 1 else None
-        self._pool = None
-        if count > 1:
-            # Spawn, not fork: the tokenizer library has threads, which do not survive a fork.
-            self._pool = ProcessPoolExecutor(
-                count,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=_start_worker,
-                initargs=(data.tokenizer, data.eos_token),
-            )
-
-    def __enter__(self) -> _Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def tokenise(self, chunks: Iterator[_Chunk]) -> Iterator[tuple[_Chunk, Encoded]]:
-        """Chunks in their order with their encoded documents; a few are in flight at a time."""
-        if self._pool is None:
-            assert self._tokenizer is not None
-            for chunk in chunks:
-                yield chunk, _encode(self._tokenizer, chunk.records)
-            return
-        in_flight: deque[tuple[_Chunk, Future[Encoded]]] = deque()
-        try:
-            for chunk in chunks:
-                in_flight.append((chunk, self._pool.submit(_encode_in_worker, chunk.records)))
-                if len(in_flight) > 3 * self._count:
-                    first, future = in_flight.popleft()
-                    yield first, future.result()
-            while in_flight:
+def _tokenize(
+    chunks: Iterator[_Chunk], tokenizer: Tokenizer, data: DataConfig, workers: int
+) -> Generator[tuple[_Chunk, Encoded], None, None]:
+    """Chunks in their order with their encoded documents. One worker: this process itself."""
+    if workers == 1:
+        for chunk in chunks:
+            yield chunk, _encode(tokenizer, chunk.records)
+        return
+    # Spawn, not fork: the tokenizer library has threads, which do not survive a fork.
+    pool = ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(data.tokenizer, data.eos_token),
+    )
+    in_flight: deque[tuple[_Chunk, Future[Encoded]]] = deque()
+    try:
+        for chunk in chunks:
+            in_flight.append((chunk, pool.submit(_encode_in_worker, chunk.records)))
+            if len(in_flight) > 3 * workers:
                 first, future = in_flight.popleft()
                 yield first, future.result()
-        except BrokenProcessPool as error:
-            raise DataError(
-                "a tokenizing process died (killed, or out of memory): run the same command again to continue after "
-                "the last finished shard, with fewer --workers if memory ran out"
-            ) from error
+        while in_flight:
+            first, future = in_flight.popleft()
+            yield first, future.result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a tokenizing process died (killed, or out of memory): run the same command again to continue after the "
+            "last finished shard, with fewer --workers if memory ran out"
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 _worker_tokenizer: Tokenizer | None = None
@@ -280,7 +253,8 @@ def _encode_in_worker(records: list[Record]) -> Encoded:
 
 
 def _encode(tokenizer: Tokenizer, records: list[Record]) -> Encoded:
-    return encode_records(tokenizer, records), [record_hash(record) for record in records]
+    encoded = encode_records(tokenizer, records)
+    return [(*document, record_hash(record)) for document, record in zip(encoded, records, strict=True)]
 
 
 def _chunks(source: RecordIterator, tokenizer: Tokenizer, *, skip_bad: bool) -> Iterator[_Chunk]:
