@@ -213,12 +213,11 @@ class FileRecords:
         return {"files": self.files.fingerprint()}
 
     def open(self, epoch: int, position: list[int] | None) -> FileRecordIterator:
+        paths = self.files.paths
         if self._shuffle:
-            order = permutation(len(self.files), self._seed, epoch).tolist()
-        else:
-            order = list(range(len(self.files)))
+            paths = [paths[i] for i in permutation(len(paths), self._seed, epoch).tolist()]
         done, start = position or (0, 0)
-        return FileRecordIterator([self.files.paths[i] for i in order], self._reader, done, start, self.io_retries)
+        return FileRecordIterator(paths, self._reader, done, start, self.io_retries)
 
     def in_file_order(self) -> FileRecordIterator:
         return FileRecordIterator(self.files.paths, self._reader, 0, 0, self.io_retries)

@@ -189,21 +189,20 @@ def _check_cursor(packed: PackedBatches) -> PackedBatches:
             first = next(packed, None)
         if first is not None:
             yield first
-            del first  # it may hold a block of shuffled sequences
+            del first  # or it would stay in memory for the whole run
             yield from packed
     finally:
         packed.close()
 
 
 def _to_torch(packed: PackedBatches, data: DataConfig, device: int | None) -> Generator[Batch, None, None]:
-    pin = device is not None
     if device is not None:
         # The prefetch thread defaults to GPU 0, where every rank would then allocate memory.
         torch.cuda.set_device(device)
     try:
         for batch in packed:
             tensors = [torch.from_numpy(array) for array in batch[:3]]
-            if pin:
+            if device is not None:
                 tensors = [tensor.pin_memory() for tensor in tensors]
             tokens, targets, cu_seqlens = tensors
             yield Batch(

@@ -79,10 +79,8 @@ def pack(stream: DocumentStream, packing: Packing, state: dict[str, Any] | None 
     packer = _Packer(stream, packing, state)
     try:
         while not packer.ended:
-            batch = packer.next_batch(packing)
-            if batch is not None:
+            if (batch := packer.next_batch(packing)) is not None:
                 yield batch
-            del batch  # otherwise two blocks of shuffled sequences would be in memory
     finally:
         packer.close()
 
@@ -362,13 +360,17 @@ def _resume_point(
 
 def check_block(state: dict[str, Any], block: int, seq_len: int) -> None:
     """Reject a state inside a block of shuffled sequences if blocks have another size or length now, or none."""
-    shuffle: dict[str, Any] = state.get("shuffle") or {}
-    for name, now in (("block", block), ("seq_len", seq_len)) if shuffle else ():
-        if shuffle[name] != now and (shuffle["done"] or not block):
-            key = "data.shuffle_sequences" if name == "block" else "data.seq_len"
+    shuffle = state.get("shuffle")
+    if not shuffle:
+        return
+    for key, was, now in (
+        ("data.shuffle_sequences", shuffle["block"], block),
+        ("data.seq_len", shuffle["seq_len"], seq_len),
+    ):
+        if was != now and (shuffle["done"] or not block):
             raise DataError(
-                f"{key} was {shuffle[name]} and is {now}, but the checkpoint is inside a block of shuffled sequences: "
-                "set it back, or start a new run from the weights with train.init_from"
+                f"{key} was {was} and is {now}, but the checkpoint is inside a block of shuffled sequences: set it "
+                "back, or start a new run from the weights with train.init_from"
             )
 
 

@@ -7,8 +7,10 @@ training never draws one of those, evaluation no others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from string import ascii_lowercase
 from typing import TypeVar
 
 from tercet.data.order import key, random_u64
@@ -90,20 +92,16 @@ class Words:
         return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
     def letters(self, draws: Draws, count: int) -> str:
-        value, text = self.integer(draws, 0, 26**count), ""
-        for _ in range(count):
-            value, letter = divmod(value, 26)
-            text = chr(97 + letter) + text
-        return text
+        return self._spell(draws, [ascii_lowercase] * count)
 
     def coined(self, draws: Draws) -> str:
         """A pronounceable made-up word of five letters."""
-        parts = (_CONSONANTS, _VOWELS, _CONSONANTS, _VOWELS, _ENDS)
-        size = 1
-        for letters in parts:
-            size *= len(letters)
-        value, text = self.integer(draws, 0, size), ""
-        for letters in reversed(parts):
+        return self._spell(draws, [_CONSONANTS, _VOWELS, _CONSONANTS, _VOWELS, _ENDS])
+
+    def _spell(self, draws: Draws, alphabets: Sequence[str]) -> str:
+        """An integer as a string with one letter of each alphabet."""
+        value, text = self.integer(draws, 0, math.prod(map(len, alphabets))), ""
+        for letters in reversed(alphabets):
             value, letter = divmod(value, len(letters))
             text = letters[letter] + text
         return text

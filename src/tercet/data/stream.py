@@ -80,14 +80,10 @@ class DocumentStream(Protocol):
         """Documents after `cursor`; None: from the start."""
 
 
-def zero_counts() -> Cursor:
-    return dict.fromkeys(COUNTS, 0)
-
-
 def counts_of(cursor: Cursor | None) -> dict[str, int]:
     """The counts in a cursor. For a mixture they are summed; its epoch is that of the part read most often."""
     if cursor is None:
-        return zero_counts()
+        return dict.fromkeys(COUNTS, 0)
     if "parts" in cursor:
         parts = [counts_of(part) for part in cursor["parts"].values()]
         summed = {name: sum(part[name] for part in parts) for name in COUNTS}

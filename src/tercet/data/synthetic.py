@@ -45,20 +45,16 @@ class SyntheticStream:
         self.notes = SourceNotes()
         self._options, self._name = options, name
         length = config.length or seq_len
-        self._facts = {**config.model_dump(), "length": length, "tokenizer": tokenizer.fingerprint}
+        # `length` may change with data.seq_len (a length-extension stage); document numbers continue.
+        self._facts = config.model_dump(exclude={"length", "min_distance"}) | {"tokenizer": tokenizer.fingerprint}
         self._make = make_task(config, length, tokenizer.vocab_size, tokenizer.eos_id)
-        if options.split == "validation" and options.validation_fraction == 0:
-            raise DataUsageError(f"{name}: no document for validation with validation_fraction=0: raise that fraction")
 
     @property
     def identity(self) -> dict[str, Any]:
-        fraction = self._options.validation_fraction
-        # `length` may change with data.seq_len (a length-extension stage); document numbers continue.
-        facts = {name: value for name, value in self._facts.items() if name not in ("length", "min_distance")}
         return {
             "source": self._name,
-            **facts,
-            "validation_fraction": fraction,
+            **self._facts,
+            "validation_fraction": self._options.validation_fraction,
             "seed": self._options.seed,
             "split": self._options.split,
         }

@@ -23,7 +23,7 @@ from tercet.data.stream import (
     ReadOptions,
     SourceNotes,
     Split,
-    zero_counts,
+    counts_of,
 )
 from tercet.data.tokenizers import CHECKED_DOCUMENTS, Tokenizer, check_round_trip
 
@@ -167,7 +167,7 @@ class TextStream:
         }
 
     def documents(self, cursor: Cursor | None = None) -> Documents:
-        counts = zero_counts() | ({k: cursor[k] for k in zero_counts()} if cursor else {})
+        counts = counts_of(cursor)
         at = cursor["at"] if cursor else 0
         blocks = Prefetcher(self._blocks(cursor), depth=1)
         try:
@@ -181,7 +181,7 @@ class TextStream:
         finally:
             blocks.close()
 
-    def _documents_in(self, block: _Block, at: int, counts: Cursor) -> Iterator[Document]:
+    def _documents_in(self, block: _Block, at: int, counts: dict[str, int]) -> Iterator[Document]:
         """Documents of a block from number `at`, in shuffled order."""
         count = len(block.records)
         if at > count and not self._options.accept_changes:
