@@ -57,7 +57,7 @@ class SelectorConfig(Section):
     every: int = Field(default=128, ge=1)
     """Compute the selector's loss on one query in this many. Lower it if that is fewer than 64 queries per step."""
     weight: float = Field(default=1.0, ge=0)
-    """Weight of the selector's loss; 0: the selector keeps its initial weights."""
+    """Weight of the selector's loss; 0: the selector does not learn."""
     lr: float | None = Field(default=None, gt=0)
     """Peak learning rate, with train.schedule; none: train.lr."""
     weight_decay: float = Field(default=0.01, ge=0)
