@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tercet.atomic_io import check_writable
 from tercet.errors import TercetError, UsageError
+from tercet.inference import plots
 from tercet.inference.arguments import (
     DataOf,
     Device,
@@ -26,6 +27,7 @@ from tercet.inference.arguments import (
     check_recall,
     read_prompt_file,
 )
+from tercet.inference.extend_context import extend_context_command
 from tercet.terminal import Progress, printable
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ def perplexity(
     from tercet.inference.perplexity import by_position, held_out, overall, target_bytes
 
     model = _load(run, device, dtype, data_of)
-    warning = _warn_beyond_training(model, run, "--seq-len", [] if seq_len is None else [seq_len])
+    record = _record("perplexity", run, model, "--seq-len", [] if seq_len is None else [seq_len], data_of)
     sizes, progress = [], Progress(sequences * (seq_len or model.context))
 
     def batches() -> Iterator[Batch]:
@@ -74,11 +76,8 @@ def perplexity(
     bits = total.nats / math.log(2) / max(1, sum(sizes))
     print(f"{bits:.4f} bits per byte over {sum(sizes):,} bytes of text, comparable between tokenizers")
     if plot is not None:
-        from tercet.inference.plots import perplexity_plot
-
-        perplexity_plot({model.run.run.name: buckets}, plot)
+        plots.perplexity_plot({model.run.run.name: buckets}, plot)
         print(plot)
-    record = _record("perplexity", run, model, warning, data_of)
     record |= {"bits_per_byte": bits, "bytes": sum(sizes), "all": total.as_dict()}
     print(json.dumps({**record, "by_position": [b.as_dict() for b in buckets]}))
     return 0
@@ -111,7 +110,7 @@ def context(
     scored = sizes[0] if last is None else last
     if scored > sizes[0]:
         raise UsageError(f"--last {scored} is more than the shortest of --lengths, {sizes[0]}: give at most that")
-    warning = _warn_beyond_training(model, run, "--lengths", sizes)
+    record = _record("context", run, model, "--lengths", sizes, data_of)
     found = [ContextLoss(size, []) for size in sizes]
     progress = Progress(sum(sizes) * sequences)
     for loaded in within_documents(model, length=sizes[-1], sequences=sequences, last=scored):
@@ -127,13 +126,10 @@ def context(
         difference = f"  {gain:+.4f}" + ("" if one else f" ± {error:.4f}")
         print(f"{each.context:>12,}  {each.loss:>8.4f}" + ("" if each is found[0] else difference))
     if plot is not None:
-        from tercet.inference.plots import context_plot
-
-        context_plot({model.run.run.name: [(each.context, each.loss) for each in found]}, plot)
+        plots.context_plot({model.run.run.name: [(each.context, each.loss) for each in found]}, plot)
         print(plot)
-    record = _record("context", run, model, warning, data_of) | {"last": scored, "sequences": count}
     by_length = [{"tokens": each.context, "loss": each.loss, "losses": each.losses} for each in found]
-    print(json.dumps({**record, "by_context": by_length}))
+    print(json.dumps({**record, "last": scored, "sequences": count, "by_context": by_length}))
     return 0
 
 
@@ -168,7 +164,7 @@ def needle(
 
     model = _load(run, device, dtype, data_of)
     sizes = lengths or default_lengths(model, style)
-    warning = _warn_beyond_training(model, run, "--lengths", sizes)
+    record = _record("needle", run, model, "--lengths", sizes, data_of)
     results = []
     for result in find_needles(model, lengths=sizes, depths=depths, trials=trials, style=style, seed=seed, batch=batch):
         results.append(result)
@@ -178,11 +174,8 @@ def needle(
             flush=True,
         )
     if plot is not None:
-        from tercet.inference.plots import needle_map
-
-        needle_map(results, plot)
+        plots.needle_map(results, plot)
         print(plot)
-    record = _record("needle", run, model, warning, data_of)
     print(json.dumps({**record, "found": [r.as_dict() for r in results]}))
     return 0
 
@@ -224,8 +217,8 @@ def ruler(
     from tercet.inference.ruler import TASKS, RulerResult, ask, table, write_results
 
     model = _load(run, device, dtype, data_of)
-    sizes = lengths or tuple(default_lengths(model, "text"))
-    warning = _warn_beyond_training(model, run, "--lengths", sizes)
+    sizes = lengths or default_lengths(model, "text")
+    record = _record("ruler", run, model, "--lengths", sizes, data_of)
     progress = Progress(sum(sizes) * len(tasks or TASKS) * questions)
     results: list[RulerResult] = []
     skipped: list[str] = []
@@ -240,11 +233,8 @@ def ruler(
     if not results:
         raise UsageError(skipped[0])
     if plot is not None:
-        from tercet.inference.plots import ruler_map
-
-        ruler_map(results, plot)
+        plots.ruler_map(results, plot)
         print(plot)
-    record = _record("ruler", run, model, warning, data_of)
     record |= {"wording": wording, "seed": seed, "skipped": skipped}
     if out is not None:
         write_results(results, record, out)
@@ -304,9 +294,7 @@ def recall(
              "reach": reach, "bits_per_byte": bits, "by_distance": [b.as_dict() for b in buckets]}
         )  # fmt: skip
     if plot is not None:
-        from tercet.inference.plots import recall_plot
-
-        recall_plot(curves, plot, window_reach=reach)
+        plots.recall_plot(curves, plot, window_reach=reach)
         print(plot)
     print(json.dumps({"eval": "recall", "runs": records}))
     return 0
@@ -395,13 +383,13 @@ def selection_map(
 
     model = load_model(run, device=device, dtype=dtype)
     (tokens,) = tokenize_prompts([text], model.tokenizer, model.config.vocab_size)
-    warning = _warn_beyond_training(model, run, "a prompt length of", [len(tokens)])
+    record = _record("selection-map", run, model, "a prompt length of", [len(tokens)])
     layers = record_selections(model, tokens)
     out.write_text(selection_page(tokens, model.tokenizer, layers, query=query), encoding="utf-8")
     print(f"{out}: {len(tokens)} tokens, {len(layers)} layers")
     t = query if query >= 0 else len(tokens) + query
     blocks = {f"layer_{layer.layer}": sorted(layer.selected_by(t)) for layer in layers}
-    print(json.dumps({**_record("selection-map", run, model, warning), "query": t, "blocks": blocks}))
+    print(json.dumps({**record, "query": t, "blocks": blocks}))
     return 0
 
 
@@ -426,18 +414,17 @@ def selections(
     _check_models(run, data_of)
     check_writable("OUT", out)
     at_least_one(length=length, layers=layers, kv_heads=kv_heads)
-    from tercet.inference.recorded_selections import record, save
+    from tercet.inference import recorded_selections
 
     model = _load(run, device, dtype, data_of)
     length = length or model.context
-    warning = _warn_beyond_training(model, run, "--length", [length])
+    record = _record("selections", run, model, "--length", [length], data_of)
     progress = Progress(length * model.config.layers).update
-    recording = record(model, length, layers, kv_heads, progress)
-    save(recording, out)
+    recording = recorded_selections.record(model, length, layers, kv_heads, progress)
+    recorded_selections.save(recording, out)
     size = out.stat().st_size
     print(f"{out}: {size:,} bytes; {length:,} tokens, layers {', '.join(map(str, recording.layers))}")
-    found = {"length": length, "layers": recording.layers, "bytes": size}
-    print(json.dumps({**_record("selections", run, model, warning, data_of), **found}))
+    print(json.dumps({**record, "length": length, "layers": recording.layers, "bytes": size}))
     return 0
 
 
@@ -459,13 +446,17 @@ def _load(run: Path, device: Device, dtype: Dtype, data_of: Path | None) -> Lang
 
 
 def _record(
-    name: str, run: Path, model: LanguageModel, warning: str | None, data_of: Path | None = None
+    name: str, run: Path, model: LanguageModel, flag: str, lengths: Sequence[int], data_of: Path | None = None
 ) -> dict[str, Any]:
-    """The beginning of the JSON line of an evaluation."""
+    """The beginning of an evaluation's JSON line, with a warning about lengths beyond the training length."""
     return {
-        "eval": name, "run": str(run), "step": model.step, "trained_length": model.context, "warning": warning,
+        "eval": name,
+        "run": str(run),
+        "step": model.step,
+        "trained_length": model.context,
+        "warning": _warn_beyond_training(model, run, flag, lengths),
         "data_of": None if data_of is None else str(data_of),
-    }  # fmt: skip
+    }
 
 
 def _warn_beyond_training(model: LanguageModel, run: Path, flag: str, lengths: Sequence[int]) -> str | None:
@@ -473,8 +464,6 @@ def _warn_beyond_training(model: LanguageModel, run: Path, flag: str, lengths: S
     longer = sorted({n for n in lengths if n > model.context})
     if not longer:
         return None
-    from tercet.inference.extend_context import extend_context_command
-
     warning = (
         f"{flag} {' '.join(map(str, longer))} is beyond the {model.context} tokens that {run} was trained with "
         f"(data.seq_len), so results show extrapolation to unseen positions; to train it at this length: "
