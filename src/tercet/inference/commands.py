@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ from tercet.telemetry.units import plural
 from tercet.terminal import printable
 
 if TYPE_CHECKING:
-    from tercet.inference.generate import Timing
+    from tercet.inference.generate import Generated, Timing
     from tercet.inference.load import LanguageModel
 
 
@@ -134,9 +135,7 @@ def _print_answers(model: LanguageModel, prompts: list[str], json: bool, **optio
 
     timing = options["timing"] = Timing()
     shown = printable if sys.stdout.isatty() else str  # a file or a pipe gets the text as it is
-    if json:
-        _print_json(prompts, generate(model, prompts, **options))
-    elif len(prompts) == 1:
+    if len(prompts) == 1 and not json:
         pieces = stream(model, prompts, **options)  # raises on invalid options, before anything is printed
         print(shown(prompts[0]), end="", flush=True)
         for piece in pieces:
@@ -146,7 +145,10 @@ def _print_answers(model: LanguageModel, prompts: list[str], json: bool, **optio
         answers = generate(model, prompts, **options)
         assert isinstance(answers, list)
         for i, (text, answer) in enumerate(zip(prompts, answers, strict=True)):
-            print(f"--- {i} ({answer.finished})\n{shown(text + answer.text)}")
+            if json:
+                print(_json_line(text, answer))
+            else:
+                print(f"--- {i} ({answer.finished})\n{shown(text + answer.text)}")
     print(
         f"{plural(timing.prompt_tokens, 'prompt token')} in {timing.prefill_seconds:.2f} s, then "
         f"{timing.tokens_per_second:,.1f} tokens/s on {model.device}, {str(model.dtype).removeprefix('torch.')}"
@@ -171,10 +173,6 @@ def _keys_read(model: LanguageModel, timing: Timing, rows: int) -> str:
     return f"; the last step read {read:,.0f} keys per layer and KV head, dense attention reads {dense:,}"
 
 
-def _print_json(prompts: list[str], answers: object) -> None:
-    import json
-
-    assert isinstance(answers, list)
-    for text, answer in zip(prompts, answers, strict=True):
-        record = {"prompt": text, "text": answer.text, "prompt_tokens": answer.prompt, "tokens": answer.tokens}
-        print(json.dumps({**record, "finished": answer.finished, "timing": answer.timing.as_dict()}))
+def _json_line(prompt: str, answer: Generated) -> str:
+    record = {"prompt": prompt, "text": answer.text, "prompt_tokens": answer.prompt, "tokens": answer.tokens}
+    return dumps({**record, "finished": answer.finished, "timing": answer.timing.as_dict()})

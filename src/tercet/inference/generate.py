@@ -76,19 +76,17 @@ def generate(model: Transformer, prompts: Prompts, **options: Any) -> Generated 
     prompts: text, token IDs, or a list of either; lengths may differ. See `stream` for the options.
     """
     timing = options.pop("timing", None) or Timing()
-    rows: dict[int, dict[str, Any]] = {}
     tokenizer = options.get("tokenizer") or getattr(model, "tokenizer", None)
     tokens = tokenize_prompts(prompts, tokenizer, model.config.vocab_size)
+    rows: list[list[Piece]] = [[] for _ in tokens]
     for piece in stream(model, tokens, timing=timing, **options):
-        row = rows.setdefault(piece.row, {"tokens": [], "text": [], "finished": "length"})
-        if piece.token is not None:
-            row["tokens"].append(piece.token)
-        row["text"].append(piece.text)
-        row["finished"] = piece.finished or row["finished"]
-    results = [
-        Generated(prompt, rows[i]["tokens"], "".join(rows[i]["text"]), rows[i]["finished"], timing)
-        for i, prompt in enumerate(tokens)
-    ]
+        rows[piece.row].append(piece)
+    results = []
+    for prompt, pieces in zip(tokens, rows, strict=True):
+        new = [piece.token for piece in pieces if piece.token is not None]
+        finished = pieces[-1].finished
+        assert finished is not None
+        results.append(Generated(prompt, new, "".join(piece.text for piece in pieces), finished, timing))
     return results[0] if is_single(prompts) else results
 
 

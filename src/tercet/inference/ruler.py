@@ -150,13 +150,12 @@ def _measure(
             scored.append(_Scored(place, share, nats))
         progress(tokens.numel())
     results = []
-    for depth in [None, *(grid if grid[0] is not None else [])]:
-        chosen = [s for s in scored if depth is None or s.depth == depth]
-        if chosen:
-            right = sum(s.share == 1 for s in chosen)
-            score = sum(s.share for s in chosen) / len(chosen)
-            loss = sum(s.nats for s in chosen) / len(chosen)
-            results.append(RulerResult(length, task, depth, len(chosen), right, score, loss))
+    for depth in dict.fromkeys([None, *grid]):  # all of them, then each depth
+        chosen = [s for s in scored if depth in (None, s.depth)]
+        right = sum(s.share == 1 for s in chosen)
+        score = sum(s.share for s in chosen) / len(chosen)
+        loss = sum(s.nats for s in chosen) / len(chosen)
+        results.append(RulerResult(length, task, depth, len(chosen), right, score, loss))
     return results
 
 
@@ -353,12 +352,8 @@ def _fact(pair: Pair, what: str, key: str, value: str) -> str:
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
     """Length of the common beginning."""
-    count = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+    differ = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
 
 
 def _validation_text(model: LanguageModel, longest: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,11 +33,7 @@ class LayerSelection:
 
     def selected_by(self, t: int) -> dict[int, int]:
         """Block -> number of KV heads that selected it for query t."""
-        counts: dict[int, int] = {}
-        for block in self.blocks[t].flatten().tolist():
-            if block >= 0:
-                counts[block] = counts.get(block, 0) + 1
-        return counts
+        return Counter(block for block in self.blocks[t].flatten().tolist() if block >= 0)
 
     def forced(self, t: int) -> set[int]:
         """Blocks that query t always reads, whatever their score."""
