@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tercet import hints
 from tercet.attention.config import NSAConfig
@@ -55,8 +55,18 @@ def hf(
     check_empty(out)
     if attention is not None:
         selector = attention_options(attention, dense_below, selector).get("selector", selector)
-        own = {"compression": compression, "compress_selected_keys": compress_selected_keys, "cover": cover}
-        check_used(attention, own | {"gate_logit": gate_logit, "nsa": nsa})
+    options: dict[str, Any] = {
+        "nsa": nsa,
+        "attention": attention,
+        "compression": compression,
+        "compress_selected_keys": compress_selected_keys,
+        "cover": cover,
+        "gate_logit": gate_logit,
+        "dense_below": dense_below,
+        "selector": selector,
+    }
+    if attention is not None:
+        check_used(attention, options)
     if seq_len is not None and seq_len < 2:
         raise UsageError(f"--seq_len {seq_len} is below 2: give a length to train with, or leave it out")
     if selector == "learned" and nsa.select_count == nsa.forced_blocks:
@@ -66,20 +76,7 @@ def hf(
         )
     from tercet.interop.huggingface.import_hf import batch_settings, import_model
 
-    imported = import_model(
-        source,
-        out,
-        nsa=nsa,
-        attention=attention,
-        compression=compression,
-        compress_selected_keys=compress_selected_keys,
-        cover=cover,
-        gate_logit=gate_logit,
-        dense_below=dense_below,
-        selector=selector,
-        seq_len=seq_len,
-        seed=seed,
-    )
+    imported = import_model(source, out, **options, seq_len=seq_len, seed=seed)
     if imported.restored:
         print("restored the settings that the model was exported with")
     model, two_stages = imported.run.model, imported.run.model.selector == "learned" and not imported.restored
