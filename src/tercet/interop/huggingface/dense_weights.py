@@ -17,7 +17,7 @@ A block-sparse layer has a dense layer's weights. Learned selectors are newly in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -110,14 +110,12 @@ def _check_supported(hf_config: Mapping[str, Any], chosen: Mapping[str, Any]) ->
 
 def check_weights(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> None:
     """Raise for missing or surplus weights and for wrong shapes, before anything large is allocated."""
-    expected = _expected_shapes(config)
+    expected = _expected_shapes(config, output_bias="model.layers.0.self_attn.o_proj.bias" in shapes)
     for name, shape in expected.items():
         if name not in shapes:
             raise ForeignModelError(f"the checkpoint lacks {name}: it is incomplete, or from another model family")
         _check_shape(name, shapes[name], shape)
     optional = {"lm_head.weight"} if config.tie_embeddings else set()
-    if config.attention_bias:  # Qwen2 has biases for q, k and v but not for o
-        optional |= {f"model.layers.{i}.self_attn.o_proj.bias" for i in range(config.layers)}
     surplus = sorted(set(shapes) - expected.keys() - optional)
     surplus = [name for name in surplus if not name.endswith("rotary_emb.inv_freq")]
     if surplus:
@@ -145,7 +143,7 @@ def check_selectors(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) ->
         _check_shape(name, shapes[name], shape)
 
 
-def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _expected_shapes(config: ModelConfig, *, output_bias: bool) -> dict[str, tuple[int, ...]]:
     dim, ffn = config.dim, config.ffn_dim
     rows = {"q": config.heads * config.head_dim, "k": config.kv_heads * config.head_dim}
     rows["v"] = rows["k"]
@@ -159,6 +157,8 @@ def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         found[f"{prefix}self_attn.o_proj.weight"] = (dim, rows["q"])
         if config.attention_bias:
             found |= {f"{prefix}self_attn.{name}_proj.bias": (count,) for name, count in rows.items()}
+            if output_bias:  # Llama has them, Qwen2 does not
+                found[f"{prefix}self_attn.o_proj.bias"] = (dim,)
         if config.qk_norm:
             found |= {f"{prefix}self_attn.{name}_norm.weight": (config.head_dim,) for name in ("q", "k")}
     found["model.norm.weight"] = (dim,)
@@ -182,22 +182,12 @@ def convert(
 ) -> Iterator[tuple[str, Tensor]]:
     """The state of a Transformer, in its order, from a checkpoint that `check_weights` accepted. Holds one block at a
     time; what neither the checkpoint nor `selectors` has is newly initialized."""
-
-    def take(name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = weights[name]
-        _check_shape(name, tensor.shape, shape)
-        return tensor
-
-    def copy(into: Tensor, name: str) -> None:
-        into.copy_(take(name, tuple(into.shape)))
-
     yield "embedding.weight", weights["model.embed_tokens.weight"]
-    output_bias = any(name.endswith(".o_proj.bias") for name in weights)
     for i, kind in enumerate(config.attention_kinds):
         with torch.no_grad():
             block = Block(config, kind)
             block.init_weights(config.init_std, config.init_std / (2 * config.layers) ** 0.5)
-            _load_block(block, f"model.layers.{i}.", copy, take, output_bias=output_bias)
+            _load_block(block, weights, f"model.layers.{i}.")
             if isinstance(block.attention, NativeSparseAttention):
                 open_gate(block.attention, cover, gate_logit)
         state = {f"blocks.{i}.{name}": tensor for name, tensor in block.state_dict().items()}
@@ -207,39 +197,30 @@ def convert(
         yield "head.weight", weights["lm_head.weight"]
 
 
-def _load_block(
-    block: Block,
-    prefix: str,
-    copy: Callable[[Tensor, str], None],
-    take: Callable[[str, tuple[int, ...]], Tensor],
-    *,
-    output_bias: bool,
-) -> None:
-    attention, size, dim = block.attention, block.ffn.down.in_features, block.attention.dim
-    copy(block.attention_norm.weight, f"{prefix}input_layernorm.weight")
-    copy(block.ffn_norm.weight, f"{prefix}post_attention_layernorm.weight")
-    copy(block.ffn.down.weight, f"{prefix}mlp.down_proj.weight")
-    gate_up = [take(f"{prefix}mlp.{name}_proj.weight", (size, dim)) for name in ("gate", "up")]
-    block.ffn.gate_up.weight.copy_(torch.cat(gate_up))
-    self_attn = f"{prefix}self_attn."
-    copy(attention.q_proj.weight, f"{self_attn}q_proj.weight")
-    copy(attention.o_proj.weight, f"{self_attn}o_proj.weight")
-    rows = attention.kv_heads * attention.head_dim
-    size_kv = attention.kv_proj.out_features
-    copies = -(-size_kv // (2 * rows))  # one per branch; the first may have no keys, which come before its values
-    kv = torch.cat([take(f"{self_attn}{name}_proj.weight", (rows, dim)) for name in ("k", "v")])
-    attention.kv_proj.weight.copy_(kv.repeat(copies, 1)[-size_kv:])
+def _load_block(block: Block, weights: Mapping[str, Tensor], prefix: str) -> None:
+    attention, self_attn = block.attention, f"{prefix}self_attn."
+    block.attention_norm.weight.copy_(weights[f"{prefix}input_layernorm.weight"])
+    block.ffn_norm.weight.copy_(weights[f"{prefix}post_attention_layernorm.weight"])
+    block.ffn.down.weight.copy_(weights[f"{prefix}mlp.down_proj.weight"])
+    block.ffn.gate_up.weight.copy_(torch.cat([weights[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]))
+    attention.q_proj.weight.copy_(weights[f"{self_attn}q_proj.weight"])
+    attention.o_proj.weight.copy_(weights[f"{self_attn}o_proj.weight"])
+    size = attention.kv_proj.out_features
+    copies = -(-size // (2 * attention.kv_heads * attention.head_dim))
+    # One copy per branch; the first may have no keys, which come before its values.
+    kv = torch.cat([weights[f"{self_attn}{name}_proj.weight"] for name in ("k", "v")])
+    attention.kv_proj.weight.copy_(kv.repeat(copies, 1)[-size:])
     if attention.q_proj.bias is not None:
-        copy(attention.q_proj.bias, f"{self_attn}q_proj.bias")
-        bias = torch.cat([take(f"{self_attn}{name}_proj.bias", (rows,)) for name in ("k", "v")])
-        attention.kv_proj.bias.copy_(bias.repeat(copies)[-size_kv:])
-        if output_bias:
-            copy(attention.o_proj.bias, f"{self_attn}o_proj.bias")
+        attention.q_proj.bias.copy_(weights[f"{self_attn}q_proj.bias"])
+        bias = torch.cat([weights[f"{self_attn}{name}_proj.bias"] for name in ("k", "v")])
+        attention.kv_proj.bias.copy_(bias.repeat(copies)[-size:])
+        if f"{self_attn}o_proj.bias" in weights:
+            attention.o_proj.bias.copy_(weights[f"{self_attn}o_proj.bias"])
         else:
             attention.o_proj.bias.zero_()
     if attention.q_norm is not None:
-        copy(attention.q_norm.weight, f"{self_attn}q_norm.weight")
-        k_norm = take(f"{self_attn}k_norm.weight", (attention.head_dim,))
+        attention.q_norm.weight.copy_(weights[f"{self_attn}q_norm.weight"])
+        k_norm = weights[f"{self_attn}k_norm.weight"]
         norms = attention.k_norms if isinstance(attention, NativeSparseAttention) else [attention.k_norm]
         for norm in norms or ():
             assert isinstance(norm, nn.RMSNorm)

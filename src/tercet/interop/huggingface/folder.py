@@ -75,23 +75,16 @@ def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, stream.get_tensor(name)
 
 
-def shapes(files: Iterable[Path]) -> dict[str, list[int]]:
-    """The shape of every weight, from the headers of the files."""
-    found: dict[str, list[int]] = {}
-    for path in files:
-        with _open_weights(path) as stream:
-            found |= {name: stream.get_slice(name).get_shape() for name in stream.keys()}  # noqa: SIM118
-    return found
-
-
 class LazyWeights(Mapping[str, Tensor]):
     """The weights in some files by name. Each access reads one tensor, and maps no file for longer."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._files: dict[str, Path] = {}
+        self.shapes: dict[str, list[int]] = {}  # from the headers of the files
         for path in files:
             with _open_weights(path) as stream:
-                self._files |= dict.fromkeys(stream.keys(), path)
+                for name in stream.keys():  # noqa: SIM118  (not a mapping)
+                    self._files[name], self.shapes[name] = path, stream.get_slice(name).get_shape()
 
     def __getitem__(self, name: str) -> Tensor:
         with _open_weights(self._files[name]) as stream:

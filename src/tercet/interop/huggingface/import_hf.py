@@ -33,7 +33,6 @@ from tercet.interop.huggingface.folder import (
     atomic_folder,
     check_folder,
     read_json,
-    shapes,
     tensors,
     weight_files,
     write_tensors,
@@ -105,11 +104,11 @@ def import_model(
         else:
             options |= attention_options(attention or "nsa", dense_below, selector)
         config = _dense_model_config(hf_config, options, attention)
-        files = weight_files(source)
-        dense_weights.check_weights(config, shapes(files))
+        stored = LazyWeights(weight_files(source))
+        dense_weights.check_weights(config, stored.shapes)
         selectors = _saved_selectors(source, config) if restored else {}
         torch.manual_seed(seed)  # for φ or a selector, which the checkpoint does not have
-        weights = dense_weights.convert(config, LazyWeights(files), selectors, cover=cover, gate_logit=gate_logit)
+        weights = dense_weights.convert(config, stored, selectors, cover=cover, gate_logit=gate_logit)
         exact_length = dense_weights.exact_length(config, hf_config, cover)
     run = _write(source, out, config, weights, seq_len or min(context, MAX_DEFAULT_SEQ_LEN), seed)
     return Imported(out, run, exact_length, restored)
@@ -143,8 +142,9 @@ def _saved_selectors(source: Path, config: ModelConfig) -> Mapping[str, Tensor]:
             f"{source} has no {path.name}, but config.json says tercet.selector=learned: copy that file too, or pass "
             "--attention block-sparse --selector learned for new selectors"
         )
-    dense_weights.check_selectors(config, shapes([path]))
-    return LazyWeights([path])
+    selectors = LazyWeights([path])
+    dense_weights.check_selectors(config, selectors.shapes)
+    return selectors
 
 
 def _dense_model_config(hf_config: dict[str, Any], options: dict[str, Any], attention: str | None) -> ModelConfig:
@@ -176,12 +176,13 @@ def _saved_config(source: Path, hf_config: dict[str, Any]) -> ModelConfig:
 
 def _load_export(source: Path, hf_config: dict[str, Any]) -> Transformer:
     config = _saved_config(source, hf_config)
-    layers = len({name.split(".")[2] for name in shapes(weight_files(source)) if name.startswith("model.blocks.")})
+    stored = dict(tensors(source))
+    layers = len({name.split(".")[2] for name in stored if name.startswith("model.blocks.")})
     if layers != config.layers:
         raise FolderError(f"{source}: config.json says {config.layers} layers, the weights {layers}: copy it again")
     with torch.device("meta"):
         model = Transformer(config)
-    weights = {name.removeprefix("model."): tensor for name, tensor in tensors(source)}
+    weights = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
     try:
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:
