@@ -323,9 +323,9 @@ def test_the_axes_of_a_comparison_fit_all_runs(healthy, tmp_path, monkeypatch):
     limits, true = {}, side_by_side.draw
 
     def spied(paint, **size):
-        def both(figure):
-            paint(figure)
-            limits[figure.axes[0].get_ylabel()] = figure.axes[0].get_ylim()
+        def both(axes):
+            paint(axes)
+            limits[axes.get_ylabel()] = axes.get_ylim()
 
         return true(both, **size)
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 
-from tercet.attention.config import NoChoice, NSAConfig, nothing_to_choose
+from tercet.attention.config import BRANCHES, NoChoice, NSAConfig, nothing_to_choose
 from tercet.report.gates import ON_CPU, Gate, GateBuilder, Thresholds
 from tercet.report.read import Run, is_fastest, last_choices, with_defaults
 from tercet.telemetry.events import GraphCaptureFailed, HealthFired, LayersObserved, SelectorsObserved
@@ -185,7 +185,7 @@ def _has_layer(event: LayersObserved, layer: int, gated: bool) -> bool:
 
 def _add_layer_evidence(event: LayersObserved, sparse: list[int], gate: GateBuilder, gated: bool) -> None:
     if gated:
-        for branch in ("compressed", "selected", "window"):
+        for branch in BRANCHES:
             values = getattr(event, f"gate_share_{branch}")
             if shares := [values[i] for i in sparse if i < len(values) and values[i] is not None]:
                 low, high = 100 * min(shares), 100 * max(shares)

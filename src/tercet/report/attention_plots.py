@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from tercet.attention.config import BRANCHES
 from tercet.report.figure import BLUE, GREEN, LINE, ORANGE, RED, Plot, draw, integer_ticks, label_step_axis
 from tercet.report.read import Run, last_choices
 from tercet.telemetry.events import LayersObserved, SelectorsObserved
 
-BRANCHES = ("compressed", "selected", "window")
 HEATMAP_COLUMNS = 120  # more would be finer than a screen resolves
 
 
@@ -22,18 +22,16 @@ def gate_share_plot(run: Run) -> Plot | None:
     branches = _gated_branches(samples)
     shares = [v for e in columns for b in branches for v in getattr(e, f"gate_share_{b}") if v is not None and v == v]
     top = max([2 / 3, *shares])
-    layers = _layer_range(samples)
+    layers, steps = _layer_range(samples), [e.step for e in columns]
 
     def panel(branch: str) -> Callable[[Any], None]:
-        def paint(figure: Any) -> None:
-            axes = figure.subplots()
+        def paint(axes: Any) -> None:
             shares_of = [getattr(e, f"gate_share_{branch}") for e in columns]
             table = [[math.nan if v[i] is None else v[i] for v in shares_of] for i in layers]
-            image = _draw_heatmap(axes, table, columns, top)
+            bar = _draw_heatmap(axes, table, (steps[0], max(steps[-1], steps[0] + 1)), top)
             axes.set_title(branch)
-            axes.set_ylabel("layer")
-            bar = figure.colorbar(image, ax=axes, fraction=0.05, pad=0.02)
-            bar.outline.set_visible(False)
+            axes.set_xlabel("step")
+            integer_ticks(axes.xaxis, 5)
             ticks = [(v, t) for v, t in ((0, "0"), (1 / 3, "⅓"), (2 / 3, "⅔"), (1, "1")) if v <= top + 1e-9]
             bar.set_ticks([v for v, _ in ticks], labels=[t for _, t in ticks])
 
@@ -45,8 +43,8 @@ def gate_share_plot(run: Run) -> Plot | None:
     return Plot("gates", "Gate shares", caption, "".join(draw(panel(b), height=height) for b in branches), wide=True)
 
 
-def _draw_heatmap(axes: Any, table: list[list[float]], columns: list[LayersObserved], top: float) -> Any:
-    steps = [e.step for e in columns]
+def _draw_heatmap(axes: Any, table: list[list[float]], span: tuple[int, int], top: float | None = None) -> Any:
+    """One row per layer; `span` is the x of the first and the last column. Returns the colour bar."""
     image = axes.imshow(
         table,
         aspect="auto",
@@ -55,13 +53,20 @@ def _draw_heatmap(axes: Any, table: list[list[float]], columns: list[LayersObser
         vmax=top,
         cmap="viridis",
         origin="lower",
-        extent=(steps[0] - 0.5, max(steps[-1], steps[0] + 1) + 0.5, -0.5, len(table) - 0.5),
+        extent=(span[0] - 0.5, span[1] + 0.5, -0.5, len(table) - 0.5),
     )
     axes.grid(False)
-    axes.set_xlabel("step")
-    integer_ticks(axes.xaxis, 5)
+    axes.set_ylabel("layer")
     integer_ticks(axes.yaxis)
-    return image
+    bar = axes.figure.colorbar(image, ax=axes, fraction=0.05, pad=0.02)
+    bar.outline.set_visible(False)
+    return bar
+
+
+def _draw_bands(axes: Any, x: list[int], bands: list[list[float]], colour: str, **style: Any) -> None:
+    """Mean over layers as a line, with their range behind it."""
+    axes.fill_between(x, list(map(min, bands)), list(map(max, bands)), color=colour, alpha=0.22, linewidth=0)
+    axes.plot(x, [sum(b) / len(b) for b in bands], color=colour, **style)
 
 
 def gate_trend_plot(run: Run) -> Plot | None:
@@ -71,15 +76,11 @@ def gate_trend_plot(run: Run) -> Plot | None:
         return None
 
     def panel(rows: tuple[tuple[str, str, str], ...], top: float) -> Callable[[Any], None]:
-        def paint(figure: Any) -> None:
-            axes = figure.subplots()
+        def paint(axes: Any) -> None:
             x = [e.step for e in samples]
             for name, colour, label in rows:
                 bands = [[v for v in getattr(e, name) if v is not None] or [math.nan] for e in samples]
-                axes.fill_between(
-                    x, [min(b) for b in bands], [max(b) for b in bands], color=colour, alpha=0.22, linewidth=0
-                )
-                axes.plot(x, [sum(b) / len(b) for b in bands], color=colour, label=label)
+                _draw_bands(axes, x, bands, colour, label=label)
             label_step_axis(axes, "")
             axes.set_ylim(0, 1.05 * top)
             axes.legend(loc="lower center", ncols=2, bbox_to_anchor=(0.5, 1.0))
@@ -114,21 +115,11 @@ def selection_plot(run: Run) -> Plot | None:
         axes.set_xticks(range(used), labels, rotation=40 if used > 4 else 0, ha="right" if used > 4 else "center")
         axes.set_xlabel("distance from the query's block (blocks)")
 
-    def by_layer(figure: Any) -> None:
-        axes = figure.subplots()
-        image = axes.imshow(
-            shares, aspect="auto", interpolation="nearest", cmap="viridis", origin="lower", vmin=0,
-            extent=(-0.5, used - 0.5, -0.5, len(layers) - 0.5),
-        )  # fmt: skip
-        axes.grid(False)
-        axes.set_ylabel("layer")
-        integer_ticks(axes.yaxis)
-        bar = figure.colorbar(image, ax=axes, fraction=0.05, pad=0.02)
-        bar.outline.set_visible(False)
+    def by_layer(axes: Any) -> None:
+        _draw_heatmap(axes, shares, (0, used - 1))
         label_distances(axes)
 
-    def over_all(figure: Any) -> None:
-        axes = figure.subplots()
+    def over_all(axes: Any) -> None:
         overall = [sum(column) for column in zip(*(row[:used] for row in totals), strict=True)]
         axes.bar(range(used), [v / sum(overall) for v in overall], color=BLUE, width=0.8)
         axes.grid(axis="x", visible=False)
@@ -153,20 +144,16 @@ def choice_plot(run: Run) -> Plot | None:
     layers, *last = choices
     rows = (("mass", BLUE, "chosen"), ("best", GREEN, "best possible"), ("random", ORANGE, "random"))
 
-    def over_time(figure: Any) -> None:
-        axes = figure.subplots()
+    def over_time(axes: Any) -> None:
         x = [e.step for e in readings]
         marker = "o" if len(x) == 1 else None  # a single reading has no line to draw
         for name, colour, label in rows:
-            bands = [getattr(e, name) for e in readings]
-            axes.fill_between(x, list(map(min, bands)), list(map(max, bands)), color=colour, alpha=0.22, linewidth=0)
-            axes.plot(x, [sum(b) / len(b) for b in bands], color=colour, label=label, marker=marker)
+            _draw_bands(axes, x, [getattr(e, name) for e in readings], colour, label=label, marker=marker)
         label_step_axis(axes, "share of attention")
         axes.set_ylim(0, 1.05)
         axes.legend(loc="lower center", ncols=3, bbox_to_anchor=(0.5, 1.0))
 
-    def by_layer(figure: Any) -> None:
-        axes = figure.subplots()
+    def by_layer(axes: Any) -> None:
         mass, best, random = last
         axes.vlines(layers, random, best, color=LINE, linewidth=1)
         for values, (_, colour, label) in zip((mass, best, random), rows, strict=True):

@@ -59,10 +59,10 @@ class Plot:
     wide: bool = False
 
 
-def draw(paint: Callable[[Any], None], *, width: float = 4.0, height: float = 2.6) -> str:
-    """Call `paint` with an empty matplotlib figure and return the result as an <svg> element.
+def draw(paint: Callable[[Any], None], *, height: float = 2.6) -> str:
+    """Call `paint` with empty matplotlib axes and return the figure as an <svg> element.
 
-    The default width shows text at about its nominal size both on a phone and in the three columns of a wide screen.
+    The width shows text at about its nominal size both on a phone and in the three columns of a wide screen.
     """
     try:
         import matplotlib
@@ -71,10 +71,10 @@ def draw(paint: Callable[[Any], None], *, width: float = 4.0, height: float = 2.
     except ImportError as error:
         raise TercetError(f"plots need matplotlib ({error}): pip install 'tercet[report]'") from None
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(width, height))
+        figure = Figure(figsize=(4.0, height))
         FigureCanvasSVG(figure)
         figure.patch.set_alpha(0)
-        paint(figure)
+        paint(figure.subplots())
         for axes in figure.axes:
             axes.patch.set_alpha(0)
         buffer = io.StringIO()

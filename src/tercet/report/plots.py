@@ -68,6 +68,12 @@ def step_series(run: Run, name: str) -> list[SeriesRow]:
     return [(steps[i], mean, low, high) for i, mean, low, high in downsample(values) if i < len(steps)]
 
 
+def interval_series(run: Run, name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of what is logged once per interval, downsampled."""
+    rows = downsample([getattr(e, name) for e in run.steps])
+    return [run.steps[i].step for i, *_ in rows], [mean for _, mean, *_ in rows]
+
+
 def smoothed_losses(run: Run, limit: int = 500) -> list[tuple[int, float]]:
     """(step, mean of the last losses) at up to `limit` steps, ending with the last: smoothed as `mean_of_last` does."""
     finite = [(s, x) for e in run.steps for s, x in enumerate(e.losses, e.first_step) if math.isfinite(x)]
@@ -97,12 +103,11 @@ def loss_plot(run: Run, findings: Sequence[HealthFired], baseline: Run | None = 
     validation = validation_points(run)
     dense_rows = step_series(baseline, "losses") if baseline is not None else []
     dense_validation = validation_points(baseline) if baseline is not None else []
-    limits = loss_axis_limits([rows, *([dense_rows] if dense_rows else [])], [validation, dense_validation])
+    limits = loss_axis_limits([rows, dense_rows], [validation, dense_validation])
 
-    def paint(figure: Any) -> None:
-        axes = figure.subplots()
+    def paint(axes: Any) -> None:
         if baseline is not None and dense_rows:
-            label = f"baseline {baseline.folder.name}" if loss_mismatch(run, baseline) else "dense baseline"
+            label = _baseline_label(baseline, loss_mismatch(run, baseline))
             axes.plot(*zip(*smoothed_losses(baseline), strict=True), color=GREY, linewidth=1.3, label=label)
         if dense_validation:
             axes.plot(*zip(*dense_validation, strict=True), "s--", color=GREY, markersize=3, linewidth=0.8)
@@ -127,6 +132,10 @@ def loss_plot(run: Run, findings: Sequence[HealthFired], baseline: Run | None = 
     return Plot("loss", "Loss", caption, draw(paint))
 
 
+def _baseline_label(baseline: Run, mismatch: str) -> str:
+    return f"baseline {baseline.folder.name}" if mismatch else "dense baseline"
+
+
 def loss_axis_limits(
     lines: Sequence[Sequence[SeriesRow]], points: Sequence[Sequence[tuple[int, float]]] = ()
 ) -> tuple[float, float] | None:
@@ -134,7 +143,8 @@ def loss_axis_limits(
 
     Only the first twentieth of the lines is ever cut off. Later spikes and points stay visible.
     """
-    if min((len(rows) for rows in lines), default=0) < 100:
+    lines = [rows for rows in lines if rows]
+    if min(map(len, lines), default=0) < 100:
         return None
     start = min(rows[len(rows) // 20][0] for rows in lines)
     drawn = [value for rows in lines for _, _, low, high in rows for value in (low, high)]
@@ -163,8 +173,7 @@ def grad_norm_plot(run: Run) -> Plot | None:
     if not rows:
         return None
 
-    def paint(figure: Any) -> None:
-        axes = figure.subplots()
+    def paint(axes: Any) -> None:
         x, mean, low, high = zip(*rows, strict=True)
         axes.fill_between(x, low, high, color=VIOLET, alpha=0.18, linewidth=0)
         axes.plot(x, mean, color=VIOLET, label="gradient norm")
@@ -185,16 +194,13 @@ def throughput_plot(run: Run, baseline: Run | None) -> Plot | None:
         return None
     speed = run.tokens_per_s
 
-    def paint(figure: Any) -> None:
-        axes = figure.subplots()
-        rows = downsample([e.tokens_per_s for e in run.steps])
-        axes.plot([run.steps[i].step for i, *_ in rows], [mean for _, mean, *_ in rows], color=GREEN)
+    def paint(axes: Any) -> None:
+        axes.plot(*interval_series(run, "tokens_per_s"), color=GREEN)
         if speed is not None:
             axes.axhline(speed, color=INK, linewidth=0.9, linestyle="--", label=f"median {speed:,.0f}")
         if baseline is not None and baseline.tokens_per_s is not None and speed is not None:
-            dense = baseline.tokens_per_s
-            name = f"baseline {baseline.folder.name}" if baseline_mismatch(run, baseline) else "dense baseline"
-            axes.axhline(dense, color=ORANGE, linewidth=1.2, linestyle="--", label=f"{name} {dense:,.0f}")
+            label = f"{_baseline_label(baseline, baseline_mismatch(run, baseline))} {baseline.tokens_per_s:,.0f}"
+            axes.axhline(baseline.tokens_per_s, color=ORANGE, linewidth=1.2, linestyle="--", label=label)
         axes.set_ylim(bottom=0)
         abbreviate_y_ticks(axes)
         label_step_axis(axes, "tokens per second")
@@ -210,8 +216,7 @@ def learning_rate_plot(run: Run) -> Plot | None:
     if len(run.steps) < 2:
         return None
 
-    def paint(figure: Any) -> None:
-        axes = figure.subplots()
+    def paint(axes: Any) -> None:
         axes.plot([e.step for e in run.steps], [e.lr for e in run.steps], color=ORANGE)
         axes.set_ylim(bottom=0)
         axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
@@ -226,8 +231,7 @@ def step_time_plot(run: Run) -> Plot | None:
     if len(samples) < 2:
         return None
 
-    def paint(figure: Any) -> None:
-        axes = figure.subplots()
+    def paint(axes: Any) -> None:
         columns = {}
         for name, _ in PHASES:
             rows = downsample([1e3 * (getattr(e, f"{name}_seconds") or 0.0) for e in samples], 200)
@@ -258,10 +262,9 @@ def memory_plot(run: Run) -> Plot | None:
     samples = run.resources
     if len(samples) < 2:
         return None
-    capacity = next((m["device_total_gib"] for m in run.memory.values() if "device_total_gib" in m), None)
+    capacity = run.device_total_gib
 
-    def paint(figure: Any) -> None:
-        axes = figure.subplots()
+    def paint(axes: Any) -> None:
         x = [e.step for e in samples]
         if run.on_gpu:
             axes.plot(x, [e.reserved_gib for e in samples], color=GREY, label="reserved")

@@ -140,6 +140,11 @@ class Run:
         return self.started[-1].world_size if self.started else 1
 
     @property
+    def device_total_gib(self) -> float | None:
+        """Memory of the GPU, as recorded in mem_*.json."""
+        return next((m["device_total_gib"] for m in self.memory.values() if "device_total_gib" in m), None)
+
+    @property
     def attention(self) -> list[str]:
         """The configured attention of each layer: nsa, dense or window. Empty if config.toml could not be read."""
         attention, layers = self.config.get("model.attention", "nsa"), self.config.get("model.layers", 0)

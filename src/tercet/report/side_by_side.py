@@ -12,8 +12,8 @@ from typing import Any
 from tercet.config.keys import flatten_table
 from tercet.errors import first_few
 from tercet.report.facts import Facts, Figure, collect_facts, format_value, key_figures
-from tercet.report.figure import SERIES, Plot, abbreviate_y_ticks, downsample, draw, label_step_axis
-from tercet.report.plots import loss_axis_limits, paint_losses, step_series, validation_points
+from tercet.report.figure import SERIES, Plot, abbreviate_y_ticks, draw, label_step_axis
+from tercet.report.plots import interval_series, loss_axis_limits, paint_losses, step_series, validation_points
 from tercet.report.read import Run, with_defaults
 from tercet.report.render import environment
 from tercet.report.verdict import Verdict
@@ -160,8 +160,7 @@ def _plots(runs: list[Column]) -> list[Plot]:
     def overlay(
         anchor: str, title: str, ylabel: str, paint_run: Any, caption: str = "", set_limits: Any = None
     ) -> Plot:
-        def paint(figure: Any) -> None:
-            axes = figure.subplots()
+        def paint(axes: Any) -> None:
             for column, colour in zip(runs, SERIES * len(runs), strict=False):
                 paint_run(axes, column, colour)
             if set_limits is not None:  # only after all runs are drawn, or it would cut off the later ones
@@ -172,8 +171,9 @@ def _plots(runs: list[Column]) -> list[Plot]:
         return Plot(anchor, title, caption, draw(paint))
 
     def cut_initial_descent(axes: Any) -> None:
-        rows = [r for c in runs if (r := step_series(c.run, "losses"))]
-        limits = loss_axis_limits(rows, [validation_points(c.run) for c in runs])
+        limits = loss_axis_limits(
+            [step_series(c.run, "losses") for c in runs], [validation_points(c.run) for c in runs]
+        )
         if limits is not None:
             axes.set_ylim(*limits)
 
@@ -201,9 +201,7 @@ def _paint_grad_norms(axes: Any, column: Column, colour: str) -> None:
 
 def _paint_logged(name: str) -> Any:
     def paint_run(axes: Any, column: Column, colour: str) -> None:
-        steps = column.run.steps
-        rows = downsample([getattr(e, name) for e in steps])
-        axes.plot([steps[i].step for i, *_ in rows], [m for _, m, *_ in rows], color=colour, label=column.label)
+        axes.plot(*interval_series(column.run, name), color=colour, label=column.label)
 
     return paint_run
 

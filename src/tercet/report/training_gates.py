@@ -190,7 +190,7 @@ def memory_gate(run: Run, limits: Thresholds) -> Gate:
         "memory",
     )
     readings = run.resources
-    capacity = next((m["device_total_gib"] for m in run.memory.values() if "device_total_gib" in m), None)
+    capacity = run.device_total_gib
     if not run.on_gpu:
         capacity = next((m.get("host_total_gib") for m in run.memory.values()), None)
     peak = max((e.memory_gib for rank in run.events for e in run.of(StepLogged, rank)), default=0.0)

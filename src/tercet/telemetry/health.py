@@ -10,6 +10,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 
+from tercet.attention.config import BRANCHES
 from tercet.config.sections import HealthConfig
 from tercet.telemetry.events import (
     Event,
@@ -23,7 +24,6 @@ from tercet.telemetry.events import (
     StepsSkipped,
 )
 
-BRANCHES = ("compressed", "selected", "window")
 # Values needed before a median means anything.
 _MIN_LOSSES = 8
 _MIN_SPEEDS = 3
