@@ -8,7 +8,7 @@ from collections import Counter
 
 from tercet.attention.config import BRANCHES, NoChoice, NSAConfig, nothing_to_choose
 from tercet.report.gates import ON_CPU, Gate, GateBuilder, Thresholds
-from tercet.report.read import Run, is_fastest, last_choices, with_defaults
+from tercet.report.read import Run, last_choices, with_defaults
 from tercet.telemetry.events import GraphCaptureFailed, HealthFired, LayersObserved, SelectorsObserved
 from tercet.telemetry.units import plural
 
@@ -45,15 +45,9 @@ def routing_gate(run: Run, limits: Thresholds) -> Gate:
     if not run.on_gpu:
         gate.not_applicable(ON_CPU)
         return gate.build()
-    slow = [
-        (layer, branch, route, reason)
-        for (layer, branch, route, reason, _), calls in sorted(counts.items())
-        if calls and not is_fastest(branch, route)
-    ]
+    slow = run.slow_routes
     for layer, branch, route, reason in slow[:3]:
-        gate.fail(
-            f"layer {layer} ran its {branch} branch on {route} ({reason or 'no reason given'})", _route_fix(reason)
-        )
+        gate.fail(f"layer {layer} ran its {branch} branch on {route} ({reason})", _route_fix(reason))
     if len(slow) > 3:
         gate.fail(f"and {len(slow) - 3} more", "")
     gate.require_steps(run, limits)

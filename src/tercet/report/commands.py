@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 from tercet.atomic_io import check_writable_folder
@@ -11,6 +10,7 @@ from tercet.errors import TercetError, UsageError
 from tercet.parse import one_line_errors
 from tercet.report import render, side_by_side
 from tercet.report.dense_baseline import baseline_mismatch
+from tercet.report.facts import clock_time
 from tercet.report.gates import GO, NOT_TESTED, Thresholds
 from tercet.report.read import Run, read_run
 from tercet.report.verdict import Verdict, judge
@@ -104,17 +104,10 @@ def _find_baseline(run: Run, runs: list[Run]) -> Run | None:
 
 def _write_comparison(runs: list[Run], verdicts: list[Verdict], pages: list[Path], out: Path) -> None:
     columns = side_by_side.columns(runs, verdicts, pages, out)
-    created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(runs[0].read_at))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "report.html").write_text(side_by_side.comparison_page(columns, created), encoding="utf-8")
-        text = "\n".join(render.markdown(r, v) for r, v in zip(runs, verdicts, strict=True))
-        (out / "report.md").write_text(text, encoding="utf-8")
-        records = [v.as_dict(r) for r, v in zip(runs, verdicts, strict=True)]
-        (out / "verdict.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise TercetError(f"cannot write the report to {out} ({error.strerror}): pick another --out") from None
-    print(f"comparison: {out / 'report.html'}")
+    page = side_by_side.comparison_page(columns, clock_time(runs[0].read_at))
+    text = "\n".join(render.markdown(r, v) for r, v in zip(runs, verdicts, strict=True))
+    records = [v.as_dict(r) for r, v in zip(runs, verdicts, strict=True)]
+    print(f"comparison: {render.write_files(out, page, text, json.dumps(records, indent=1))}")
 
 
 def _summary(verdict: Verdict, path: Path) -> str:

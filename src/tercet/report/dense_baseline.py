@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tercet import hints
 from tercet.model.config import NSA_ONLY, is_all_dense
-from tercet.report.read import Run, is_fastest, with_defaults
+from tercet.report.read import Run, with_defaults
 
 # A baseline must have the same values for these keys …
 _SAME_MODEL = ("model.", "data.seq_len", "train.tokens_per_step", "train.micro_batch", "train.stages",
@@ -47,12 +47,7 @@ def slow_routes(baseline: Run) -> str:
     """The routes of a dense baseline that are not the fastest for dense attention; empty if all are."""
     if not baseline.route_counts:
         return "unknown backends (no pass was counted)"
-    slow = {
-        f"{route} ({reason or 'no reason given'})"
-        for (_, branch, route, reason, _), calls in baseline.route_counts.items()
-        if calls and not is_fastest(branch, route)
-    }
-    return ", ".join(sorted(slow))
+    return ", ".join(sorted({f"{route} ({reason})" for _, _, route, reason in baseline.slow_routes}))
 
 
 def dense_baseline_command(run: Run) -> str:

@@ -61,9 +61,9 @@ class Facts:
 def collect_facts(run: Run, findings: Iterable[HealthFired], baseline: Run | None = None) -> Facts:
     last = run.layers[-1] if run.layers else None
     return Facts(
-        subtitle=_subtitle(run),
+        subtitle=subtitle(run),
         period=_period(run),
-        created=_clock(run.read_at),
+        created=clock_time(run.read_at),
         figures=key_figures(run) + _baseline_figures(run, baseline),
         routes=_routes(run),
         layer_columns=[name for name, _ in _LAYER_COLUMNS],
@@ -97,11 +97,10 @@ def key_figures(run: Run) -> list[Figure]:
         figures.append(Figure("sequence length", lengths, f"stage {stage.stage} of {stage.stages}", stage.seq_len))
     tokens_per_step = (run.stages or run.started)[-1].tokens_per_step
     figures.append(Figure("tokens", quantity(last.tokens), f"{tokens_per_step:,} per step", last.tokens))
-    losses = [x for e in run.steps for x in e.losses]
-    smoothed, steps = mean_of_last(losses)
+    smoothed, steps = mean_of_last(run.losses)
     if smoothed is not None:
-        first = next(x for x in losses if math.isfinite(x))
-        note = f"mean of the last {plural(steps, 'step')}; {losses[-1]:.4f} in the last, {first:.4f} in the first"
+        first = next(x for x in run.losses if math.isfinite(x))
+        note = f"mean of the last {plural(steps, 'step')}; {run.losses[-1]:.4f} in the last, {first:.4f} in the first"
         figures.append(Figure("training loss", f"{smoothed:.4f}", note, smoothed))
     if run.validations:
         length = run.validations[-1].seq_len  # of the stage
@@ -156,7 +155,7 @@ def _active_seconds(run: Run) -> float:
     return total + (last - begun if begun is not None else 0.0)
 
 
-def _subtitle(run: Run) -> str:
+def subtitle(run: Run) -> str:
     if not run.started:
         return ""
     s = run.started[-1]
@@ -168,28 +167,21 @@ def _period(run: Run) -> str:
     stream = run.events.get(0, [])
     if not stream:
         return ""
-    return f"{_clock(stream[0].time)} – {_STATES.get(run.state) or _clock(stream[-1].time)}"
+    return f"{clock_time(stream[0].time)} – {_STATES.get(run.state) or clock_time(stream[-1].time)}"
 
 
-def _clock(seconds: float) -> str:
+def clock_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _routes(run: Run) -> list[dict[str, Any]]:
-    grouped: dict[tuple[str, str, str, bool], tuple[set[int], int]] = defaultdict(lambda: (set(), 0))
+    by_layer: dict[tuple[str, str, str, bool], dict[int, int]] = defaultdict(dict)
     for (layer, branch, route, reason, fallback), calls in run.route_counts.items():
-        layers, total = grouped[branch, route, reason, fallback]
-        grouped[branch, route, reason, fallback] = (layers | {layer}, total + calls)
+        by_layer[branch, route, reason, fallback][layer] = calls
+    names = ("branch", "route", "reason", "fallback")
     return [
-        {
-            "branch": branch,
-            "route": route,
-            "reason": reason,
-            "fallback": fallback,
-            "layers": format_ranges(layers),
-            "calls": f"{calls:,}",
-        }
-        for (branch, route, reason, fallback), (layers, calls) in sorted(grouped.items())
+        dict(zip(names, key, strict=True)) | {"layers": format_ranges(calls), "calls": f"{sum(calls.values()):,}"}
+        for key, calls in sorted(by_layer.items())
     ]
 
 
@@ -244,7 +236,7 @@ def _notable_events(run: Run, findings: Iterable[HealthFired]) -> list[dict[str,
         problems = [row for row in rows if row[1] in ("no", "nt")]
         rows = problems[-MAX_NOTABLE_EVENTS:] or rows[-MAX_NOTABLE_EVENTS:]
     return [
-        {"when": _clock(e.time), "step": e.step, "rank": e.rank, "sign": sign, "kind": kind, "text": text}
+        {"when": clock_time(e.time), "step": e.step, "rank": e.rank, "sign": sign, "kind": kind, "text": text}
         for e, sign, kind, text in rows
     ]
 

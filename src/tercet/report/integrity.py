@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 from tercet.report.read import Run
@@ -73,7 +73,8 @@ def _check_stream(stream: list[Event]) -> list[str]:
         elif isinstance(event, RunEnded) and not _is_superseded(event, stream[i:]):
             found += _check_end(event, started, previous)
     ends = [i for i, e in enumerate(stream) if isinstance(e, RunEnded)]
-    if ends and any(isinstance(e, StepLogged) for e in _before_restart(stream[ends[-1] + 1 :])):
+    after = takewhile(lambda e: not isinstance(e, RunStarted), stream[ends[-1] + 1 :] if ends else [])
+    if any(isinstance(e, StepLogged) for e in after):
         found.append("has steps after the end of the run")
     return found
 
@@ -82,11 +83,6 @@ def _is_superseded(end: RunEnded, later: list[Event]) -> bool:
     """Whether the run was resumed from an earlier step, which moved the last events before this end aside."""
     restart = next((e for e in later if isinstance(e, RunStarted)), None)
     return restart is not None and restart.superseded > 0 and restart.step < end.step
-
-
-def _before_restart(stream: list[Event]) -> list[Event]:
-    stop = next((i for i, e in enumerate(stream) if isinstance(e, RunStarted)), len(stream))
-    return stream[:stop]
 
 
 def _check_interval(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import re
 import statistics
 import time
 from collections import Counter
@@ -23,12 +22,11 @@ from tercet.config.schema import RunConfig
 from tercet.errors import UsageError
 from tercet.model.config import layer_kinds
 from tercet.parse import parse_json, parse_toml
-from tercet.telemetry.event_log import tail
+from tercet.telemetry.event_log import rank_files, tail
 from tercet.telemetry.events import (
     Event,
     LayersObserved,
     ResourcesObserved,
-    RoutesCounted,
     RunEnded,
     RunStarted,
     SelectorsObserved,
@@ -38,16 +36,15 @@ from tercet.telemetry.events import (
     decode,
     has_type,
 )
-from tercet.telemetry.sinks import last_route_counts
+from tercet.telemetry.sinks import RouteKey, route_totals
 
 E = TypeVar("E", bound=Event)
 
 # A heartbeat is stale after this long, or after six of its own intervals if that is longer.
 FRESH_SECONDS = 60.0
-
-
-# (layer, branch, route, reason, is a fallback)
-RouteKey = tuple[int, str, str, str, bool]
+# The routes that nothing faster replaces: by branch, otherwise the kernels.
+_FASTEST = {"dense": ("cudnn", "sdpa", "varlen")}
+_KERNELS = ("triton",)
 
 
 @dataclass(frozen=True)
@@ -93,6 +90,11 @@ class Run:
         return self.of(RunStarted)
 
     @cached_property
+    def losses(self) -> list[float]:
+        """Of all logged steps."""
+        return [loss for e in self.steps for loss in e.losses]
+
+    @cached_property
     def stages(self) -> list[StageStarted]:
         """The stages so far, in order; empty for a run without stages. A resumed run may have moved them: an event
         replaces earlier ones of its stage or of later ones."""
@@ -105,11 +107,6 @@ class Run:
     def last_stage_steps(self) -> list[StepLogged]:
         """Log intervals of the last stage; all of them without stages."""
         return [e for e in self.steps if not self.stages or e.step > self.stages[-1].step]
-
-    @cached_property
-    def routes(self) -> list[RoutesCounted]:
-        """The last route count of each process."""
-        return last_route_counts(self.events.get(0, []))
 
     @property
     def name(self) -> str:
@@ -180,13 +177,17 @@ class Run:
 
     @cached_property
     def route_counts(self) -> Counter[RouteKey]:
-        """Forward passes by route, summed over all processes of rank 0."""
-        counts: Counter[RouteKey] = Counter()
-        for event in self.routes:
-            rows = zip(event.layer, event.branch, event.route, event.reason, event.fallback, event.calls, strict=True)
-            for layer, branch, route, reason, fallback, calls in rows:
-                counts[layer, branch, route, reason, fallback] += calls
-        return counts
+        """Forward passes of rank 0 by (layer, branch, route, reason, is a fallback)."""
+        return route_totals(self.events.get(0, []))
+
+    @cached_property
+    def slow_routes(self) -> list[tuple[int, str, str, str]]:
+        """(layer, branch, route, reason) of passes for which a faster route exists."""
+        return [
+            (layer, branch, route, reason or "no reason given")
+            for (layer, branch, route, reason, _), calls in sorted(self.route_counts.items())
+            if calls and route not in _FASTEST.get(branch, _KERNELS)
+        ]
 
 
 def read_run(folder: Path | str) -> Run:
@@ -195,24 +196,21 @@ def read_run(folder: Path | str) -> Run:
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder: pass a run folder, such as runs/NAME-DATE-TIME")
     problems: list[str] = []
-    streams = {}
-    for path in sorted(folder.glob("events_rank*.jsonl")):
-        if found := re.fullmatch(r"events_rank(\d+)\.jsonl", path.name):
-            streams[int(found[1])] = _read_events(path, problems)
+    streams = {rank: _read_events(path, problems) for rank, path in rank_files(folder, "events").items()}
     if not any(streams.values()):
         hint = "the first event is written when training starts" if streams else "events_rank0.jsonl is missing"
         raise UsageError(f"{folder} has no events to report ({hint}): is it a run folder?")
-    config, origins = _config(folder, problems)
-    heartbeats = _heartbeats(folder)
+    config = _config(folder, problems)
+    beats = {rank: last_heartbeat(path) for rank, path in rank_files(folder, "heartbeat").items()}
     run = Run(
         folder=folder,
         events=streams,
         problems=tuple(problems),
         config=config,
-        origins=origins,
+        origins={k: str(v) for k, v in _json(folder / "origins.json").items()},
         environment=_json(folder / "env.json"),
         memory={p.stem.removeprefix("mem_"): _json(p) for p in sorted(folder.glob("mem_*.json"))},
-        heartbeats=heartbeats,
+        heartbeats={rank: beat for rank, beat in beats.items() if beat},
         dtypes=_dtypes(folder / "dtypes_report.txt"),
         metrics=_json(folder / "metrics.json"),
         files=tuple(sorted(p.name + "/" * p.is_dir() for p in folder.iterdir())),
@@ -247,13 +245,12 @@ def _read_events(path: Path, problems: list[str]) -> list[Event]:
     return events
 
 
-def _config(folder: Path, problems: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        config = flatten_table(parse_toml((folder / "config.toml").read_text(encoding="utf-8")))
+        return flatten_table(parse_toml((folder / "config.toml").read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         problems.append(f"config.toml cannot be read ({type(error).__name__})")
-        config = {}
-    return config, {k: str(v) for k, v in _json(folder / "origins.json").items()}
+        return {}
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -270,14 +267,6 @@ def _dtypes(path: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
-
-
-def _heartbeats(folder: Path) -> dict[int, dict[str, Any]]:
-    beats = {}
-    for path in sorted(folder.glob("heartbeat_rank*.jsonl")):
-        if (found := re.fullmatch(r"heartbeat_rank(\d+)\.jsonl", path.name)) and (beat := last_heartbeat(path)):
-            beats[int(found[1])] = beat
-    return beats
 
 
 def last_heartbeat(path: Path) -> dict[str, Any]:
@@ -313,11 +302,6 @@ def _locked(folder: Path) -> bool:
     return False
 
 
-# The routes that nothing faster replaces: by branch, otherwise the kernels.
-_FASTEST = {"dense": ("cudnn", "sdpa", "varlen")}
-_KERNELS = ("triton",)
-
-
 def with_defaults(run: Run) -> dict[str, Any]:
     """The configuration of a run; one of an older version behaved as the defaults of newer keys."""
     defaults = {key: _as_in_toml(value) for key, value in flatten(RunConfig()).items()}
@@ -327,11 +311,6 @@ def with_defaults(run: Run) -> dict[str, Any]:
 def _as_in_toml(value: object) -> object:
     """TOML has no tuples and no null."""
     return "none" if value is None else list(value) if isinstance(value, tuple) else value
-
-
-def is_fastest(branch: str, route: str) -> bool:
-    """Whether no faster route exists for this branch."""
-    return route in _FASTEST.get(branch, _KERNELS)
 
 
 def last_choices(run: Run) -> tuple[list[int], list[float], list[float], list[float]] | None:

@@ -27,8 +27,8 @@ EVIDENCE_LABELS = {
 }
 
 
-def environment() -> Any:
-    """The Jinja environment. Everything is escaped except our own SVG and style sheet."""
+def render_page(template: str, **content: Any) -> str:
+    """A page of page/. Everything is escaped except our own SVG and style sheet."""
     try:
         from jinja2 import DictLoader, Environment, StrictUndefined
         from markupsafe import Markup
@@ -46,7 +46,8 @@ def environment() -> Any:
     env.filters["label"] = lambda name: EVIDENCE_LABELS.get(name, name)
     env.globals["style"] = Markup((folder / "style.css").read_text(encoding="utf-8"))
     env.globals["version"] = __version__
-    return env
+    html: str = env.get_template(template).render(content)
+    return html.lstrip()
 
 
 def banner_class(verdict: Verdict) -> str:
@@ -58,22 +59,18 @@ def html_page(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
     plots = all_plots(run, verdict.findings, baseline)
     facts = collect_facts(run, verdict.findings, baseline)
     anchors = {p.anchor: "plot" for p in plots} | ({"routes": "table"} if facts.routes else {})
-    html: str = (
-        environment()
-        .get_template("run.html")
-        .render(
-            run=run,
-            verdict=verdict,
-            facts=facts,
-            plots=plots,
-            anchors=anchors,
-            failures=verdict.failures(),
-            warnings=verdict.warnings(),
-            untested=verdict.untested(),
-            inapplicable=verdict.inapplicable(),
-        )
+    return render_page(
+        "run.html",
+        run=run,
+        verdict=verdict,
+        facts=facts,
+        plots=plots,
+        anchors=anchors,
+        failures=verdict.failures(),
+        warnings=verdict.warnings(),
+        untested=verdict.untested(),
+        inapplicable=verdict.inapplicable(),
     )
-    return html.lstrip()
 
 
 def markdown(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
@@ -115,17 +112,21 @@ def markdown(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
 
 
 def write_report(run: Run, verdict: Verdict, out: Path, baseline: Run | None = None) -> Path:
+    """Write the report of one run to `out`; returns the path of the page."""
+    record = json.dumps(verdict.as_dict(run), indent=1, ensure_ascii=False)
+    return write_files(out, html_page(run, verdict, baseline), markdown(run, verdict, baseline), record)
+
+
+def write_files(out: Path, page: str, text: str, record: str) -> Path:
     """Write report.html, report.md and verdict.json to `out`; returns the path of the page."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        target = out / "report.html"
-        target.write_text(html_page(run, verdict, baseline), encoding="utf-8")
-        (out / "report.md").write_text(markdown(run, verdict, baseline), encoding="utf-8")
-        text = json.dumps(verdict.as_dict(run), indent=1, ensure_ascii=False)
-        (out / "verdict.json").write_text(text + "\n", encoding="utf-8")
+        (out / "report.html").write_text(page, encoding="utf-8")
+        (out / "report.md").write_text(text, encoding="utf-8")
+        (out / "verdict.json").write_text(record + "\n", encoding="utf-8")
     except OSError as error:
         raise TercetError(f"cannot write the report to {out} ({error.strerror}): pick another --out") from None
-    return target
+    return out / "report.html"
 
 
 def _capitalize(text: str) -> str:

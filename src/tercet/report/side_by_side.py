@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from typing import Any
 
 from tercet.config.keys import flatten_table
 from tercet.errors import first_few
-from tercet.report.facts import Facts, Figure, collect_facts, format_value, key_figures
+from tercet.report.facts import Figure, format_value, key_figures, subtitle
 from tercet.report.figure import SERIES, Plot, abbreviate_y_ticks, draw, label_step_axis
 from tercet.report.plots import interval_series, loss_axis_limits, paint_losses, step_series, validation_points
 from tercet.report.read import Run, with_defaults
-from tercet.report.render import environment
+from tercet.report.render import render_page
 from tercet.report.verdict import Verdict
 
 # Settings that decide which text a loss is measured on.
@@ -33,7 +33,7 @@ class Column:
     label: str
     run: Run
     verdict: Verdict
-    facts: Facts
+    subtitle: str
     link: str
 
 
@@ -47,32 +47,25 @@ def columns(runs: Sequence[Run], verdicts: Sequence[Verdict], pages: Sequence[Pa
         for r in runs
     ]
     return [
-        Column(
-            label, run, verdict, collect_facts(run, verdict.findings), os.path.relpath(path, out).replace(os.sep, "/")
-        )
+        Column(label, run, verdict, subtitle(run), os.path.relpath(path, out).replace(os.sep, "/"))
         for label, run, verdict, path in zip(labels, runs, verdicts, pages, strict=True)
     ]
 
 
 def comparison_page(runs: list[Column], created: str) -> str:
-    html: str = (
-        environment()
-        .get_template("compare.html")
-        .render(
-            title=" · ".join(c.label for c in runs),
-            runs=runs,
-            figures=_figure_rows(runs),
-            gates=_gate_rows(runs),
-            plots=_plots(runs),
-            caution=loss_caution([c.run for c in runs]),
-            differences=differences([expand_mixture(with_defaults(c.run)) for c in runs]),
-            environments=[
-                row for row in differences([flatten_table(c.run.environment) for c in runs]) if row["key"] != "started"
-            ],
-            created=created,
-        )
+    environments = differences([flatten_table(c.run.environment) for c in runs])
+    return render_page(
+        "compare.html",
+        title=" · ".join(c.label for c in runs),
+        runs=runs,
+        figures=_figure_rows(runs),
+        gates=[{"name": gates[0].name, "cells": gates} for gates in zip(*(c.verdict.gates for c in runs), strict=True)],
+        plots=_plots(runs),
+        caution=loss_caution([c.run for c in runs]),
+        differences=differences([expand_mixture(with_defaults(c.run)) for c in runs]),
+        environments=[row for row in environments if row["key"] != "started"],
+        created=created,
     )
-    return html.lstrip()
 
 
 def differences(tables: Sequence[Any]) -> list[dict[str, Any]]:
@@ -121,12 +114,8 @@ def _figure_rows(runs: list[Column]) -> list[dict[str, Any]]:
         found = [t.get(name) or Figure(name, "–") for t in tables]
         comparable = same_tokens or name not in _PER_TOKEN
         first = found[0].number
-        cells = [
-            {"value": f.value, "note": f.note, "ratio": f"{f.number / first:.3f}×"}
-            if i and comparable and first and f.number
-            else {"value": f.value, "note": f.note, "ratio": ""}
-            for i, f in enumerate(found)
-        ]
+        ratios = ["" if not (comparable and first and f.number) else f"{f.number / first:.3f}×" for f in found[1:]]
+        cells = [{"value": f.value, "note": f.note, "ratio": r} for f, r in zip(found, ["", *ratios], strict=True)]
         rows.append({"name": name if comparable else f"{name} (other tokens)", "cells": cells})
     return rows
 
@@ -137,21 +126,14 @@ def _with_bits_per_byte(run: Run) -> list[Figure]:
     last = run.validations[-1] if run.validations else None
     if last is None:
         return figures
-    # Logs of early versions lack the bytes; there, only the byte tokenizer's are known.
-    size = last.tokens if last.bytes is None and run.config.get("data.tokenizer") == "byte" else last.bytes
-    if not size:
+    if last.bytes is None and run.config.get("data.tokenizer") == "byte":  # logs of early versions lack the bytes
+        last = dataclasses.replace(last, bytes=last.tokens)
+    if not last.bytes or (bits := last.bits_per_byte) is None:
         return figures
-    bits = last.loss * last.tokens / size / math.log(2)
-    figure = Figure("bits per byte", f"{bits:.4f}", f"validation, {size / last.tokens:.2f} bytes per token", bits)
+    note = f"validation, {last.bytes / last.tokens:.2f} bytes per token"
+    figure = Figure("bits per byte", f"{bits:.4f}", note, bits)
     place = [f.name for f in figures].index("validation loss") + 1
     return [*figures[:place], figure, *figures[place:]]
-
-
-def _gate_rows(runs: list[Column]) -> list[dict[str, Any]]:
-    return [
-        {"name": gates[0].name, "cells": list(gates)}
-        for gates in zip(*(c.verdict.gates for c in runs), strict=True)
-    ]  # fmt: skip
 
 
 def _plots(runs: list[Column]) -> list[Plot]:

@@ -24,7 +24,7 @@ from tercet.telemetry.events import (
     StepLogged,
     StepsSkipped,
 )
-from tercet.telemetry.sinks import mean_of_last
+from tercet.telemetry.sinks import data_wait_share, mean_of_last
 from tercet.telemetry.units import plural
 from tercet.train import manifest
 
@@ -113,8 +113,7 @@ def _check_stalls(run: Run, gate: GateBuilder) -> None:
 
 
 def _check_loss(run: Run, findings: list[HealthFired], limits: Thresholds, gate: GateBuilder) -> None:
-    losses = [x for e in run.steps for x in e.losses]
-    if not losses:
+    if not run.losses:
         gate.not_tested("no step was logged", "train longer")
         return
     spikes = [f for f in findings if f.rule == "loss_spike"]
@@ -124,7 +123,7 @@ def _check_loss(run: Run, findings: list[HealthFired], limits: Thresholds, gate:
     else:
         gate.add_evidence("training loss", f"{first.value:.4f} → {last.value:.4f} ({first.of}, {last.of})")
     gate.add_evidence("loss spikes", len(spikes))
-    if len(losses) >= 20 and not last.value < first.value and not run.selectors_only:
+    if len(run.losses) >= 20 and not last.value < first.value and not run.selectors_only:
         gate.fail(
             f"the loss did not fall: {first.value:.4f} ({first.of}), {last.value:.4f} ({last.of})",
             "check learning rate, data and gradients",
@@ -134,8 +133,8 @@ def _check_loss(run: Run, findings: list[HealthFired], limits: Thresholds, gate:
             f"the loss did not recover from the spike in step {spikes[-1].step}",
             "lower train.lr, or resume from an earlier checkpoint",
         )
-    elif len(spikes) > max(1.0, limits.spikes_per_step * len(losses)):
-        gate.fail(f"{len(spikes)} loss spikes in {len(losses)} steps", "lower train.lr or raise train.warmup_steps")
+    elif len(spikes) > max(1.0, limits.spikes_per_step * len(run.losses)):
+        gate.fail(f"{len(spikes)} loss spikes in {len(run.losses)} steps", "lower train.lr or raise train.warmup_steps")
 
 
 def _process_outcomes(run: Run) -> list[str]:
@@ -172,13 +171,13 @@ def first_loss(run: Run) -> MeanLoss:
 
 
 def last_loss(run: Run) -> MeanLoss:
-    loss, steps = mean_of_last(_finite_losses(run))
+    loss, steps = mean_of_last(run.losses)
     which = "one step" if steps == 1 else f"mean of the last {plural(steps, 'step')}"
     return MeanLoss(math.nan if loss is None else loss, steps, which)
 
 
 def _finite_losses(run: Run) -> list[float]:
-    return [x for e in run.steps for x in e.losses if math.isfinite(x)]
+    return [x for x in run.losses if math.isfinite(x)]
 
 
 def memory_gate(run: Run, limits: Thresholds) -> Gate:
@@ -199,10 +198,7 @@ def memory_gate(run: Run, limits: Thresholds) -> Gate:
     elif peak:
         gate.add_evidence("peak", f"{peak:.2f} of {capacity:.1f} GiB ({100 * peak / capacity:.0f}%)")
         if peak > limits.memory_share * capacity:
-            gate.fail(
-                f"the peak is {100 * peak / capacity:.0f}% of the device's memory",
-                memory_fix(run.config),
-            )
+            gate.fail(f"the peak is {100 * peak / capacity:.0f}% of the device's memory", memory_fix(run.config))
     later = readings[len(readings) // 3 :]
     if len(later) < limits.readings:
         gate.not_tested(f"memory was sampled only {plural(len(readings), 'time')}", "train longer, or lower log.every")
@@ -358,15 +354,10 @@ def data_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate
     # not the first interval of a process, which waits for files, tokenizer and a block of shuffled sequences
     begins = {e.step for e in run.started}
     later = [e for e in run.steps if e.step - len(e.losses) not in begins]
-    total = sum(e.step_seconds * len(e.losses) for e in later)
-    if total:
-        wait = sum(e.data_seconds * len(e.losses) for e in later) / total
+    if (wait := data_wait_share(later)) is not None:
         gate.add_evidence("waiting for data", f"{100 * wait:.2f}% of step time, start excluded")
         if wait > limits.data_wait:
-            gate.fail(
-                f"{100 * wait:.0f}% of the time was spent waiting for data",
-                data_fix(run.config),
-            )
+            gate.fail(f"{100 * wait:.0f}% of the time was spent waiting for data", data_fix(run.config))
     starved = [f for f in findings if f.rule == "data_starvation"]
     if starved:
         gate.fail(f"starved for data {plural(len(starved), 'time')}: {starved[0].sentence}", "raise data.prefetch")

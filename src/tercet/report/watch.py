@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections import deque
 from pathlib import Path
@@ -20,6 +19,7 @@ from tercet.errors import UsageError
 from tercet.report.facts import describe
 from tercet.report.read import last_heartbeat, read_run
 from tercet.telemetry import events
+from tercet.telemetry.event_log import rank_files
 from tercet.telemetry.events import Event, decode
 from tercet.telemetry.progress import steps_left
 from tercet.telemetry.units import duration, gradient_norm, quantity
@@ -42,8 +42,8 @@ STALE_SECONDS = 60
 class Follower:
     """Follows the event file of one rank, reading only what is new."""
 
-    def __init__(self, path: Path, rank: int) -> None:
-        self.path, self.rank = path, rank
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.reset()
 
     def reset(self) -> None:
@@ -92,9 +92,8 @@ class View:
 
     def poll(self) -> None:
         """Read new events of all ranks, including ranks that just appeared."""
-        for path in self.folder.glob("events_rank*.jsonl"):
-            if found := re.fullmatch(r"events_rank(\d+)\.jsonl", path.name):
-                self.ranks.setdefault(int(found[1]), Follower(path, int(found[1])))
+        for rank, path in rank_files(self.folder, "events").items():
+            self.ranks.setdefault(rank, Follower(path))
         for follower in self.ranks.values():
             follower.poll()
 

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import errno
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,12 @@ from tercet.telemetry.events import KINDS, Event, Noted, decode, encode, parse_r
 
 def events_file(folder: Path, rank: int = 0) -> Path:
     return folder / f"events_rank{rank}.jsonl"
+
+
+def rank_files(folder: Path, name: str) -> dict[int, Path]:
+    """The files {name}_rank{r}.jsonl of a run folder, by rank."""
+    paths = sorted(folder.glob(f"{name}_rank*.jsonl"))
+    return {int(m[1]): path for path in paths if (m := re.fullmatch(rf"{name}_rank(\d+)\.jsonl", path.name))}
 
 
 def tail(path: Path, size: int = 65536) -> list[str]:

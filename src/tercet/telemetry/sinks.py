@@ -66,6 +66,7 @@ EXCHANGE_COLUMNS = ("raw", "compressed", "window", "selected", "requests", "befo
 CLOSE_SECONDS = 30.0
 
 Row = tuple[Any, ...]
+RouteKey = tuple[int, str, str, str, bool]  # ROUTE_COLUMNS without the calls
 
 
 def csv_line(values: Iterable[Any]) -> str:
@@ -134,35 +135,36 @@ class RouteSink:
 
     def __init__(self, path: Path, past: Iterable[Event] = ()) -> None:
         self._path = path
-        self._before: Counter[Row] = Counter()  # of earlier processes
-        for event in last_route_counts(past):
-            self._before.update(_calls(event))
+        self._before = route_totals(past)  # of earlier processes
         self._write(self._before)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RoutesCounted):
             self._write(self._before + _calls(event))
 
-    def _write(self, calls: Counter[Row]) -> None:
+    def _write(self, calls: Counter[RouteKey]) -> None:
         _rewrite(self._path, [csv_line(ROUTE_COLUMNS), *(csv_line((*key, n)) for key, n in sorted(calls.items()))])
 
 
-def _calls(event: RoutesCounted) -> Counter[Row]:
-    rows = zip(*(getattr(event, name) for name in ROUTE_COLUMNS), strict=True)
-    return Counter({row[:-1]: row[-1] for row in rows})
+def _calls(event: RoutesCounted) -> Counter[RouteKey]:
+    calls: Counter[RouteKey] = Counter()
+    for *key, n in zip(*(getattr(event, name) for name in ROUTE_COLUMNS), strict=True):
+        calls[tuple(key)] += n
+    return calls
 
 
-def last_route_counts(events: Iterable[Event]) -> list[RoutesCounted]:
-    """The last RoutesCounted of each process; counts start at zero in every process."""
-    last: list[RoutesCounted] = []
-    current: RoutesCounted | None = None
+def route_totals(events: Iterable[Event]) -> Counter[RouteKey]:
+    """Forward passes by route over all processes. Each counts from zero, so its last RoutesCounted is its total."""
+    total: Counter[RouteKey] = Counter()
+    current: Counter[RouteKey] = Counter()
     for event in events:
-        if isinstance(event, RunStarted) and current is not None:
-            last.append(current)
-            current = None
+        if isinstance(event, RunStarted):
+            total.update(current)
+            current = Counter()
         elif isinstance(event, RoutesCounted):
-            current = event
-    return [*last, current] if current is not None else last
+            current = _calls(event)
+    total.update(current)
+    return total
 
 
 class ExchangeSink:
@@ -370,7 +372,7 @@ def summarise(events: Iterable[Event]) -> dict[str, Any]:
         "tokens_per_s": statistics.median(e.tokens_per_s for e in steps) if steps else None,
         "mfu": last.mfu if last else None,
         "memory_gib": max(e.memory_gib for e in steps) if steps else None,
-        "data_wait_share": _data_wait_share(steps),
+        "data_wait_share": data_wait_share(steps),
         "skipped_steps": sum(len(e.steps) for e in events if isinstance(e, StepsSkipped)),
         "processes": len(started),
         "resumes": sum(e.resumed_from is not None for e in started),
@@ -393,6 +395,7 @@ def mean_of_last(losses: Sequence[float]) -> tuple[float | None, int]:
     return (statistics.fmean(finite[-window:]) if window else None), window
 
 
-def _data_wait_share(steps: list[StepLogged]) -> float | None:
+def data_wait_share(steps: list[StepLogged]) -> float | None:
+    """Share of the step time spent waiting for data; None without steps."""
     total = sum(e.step_seconds * len(e.losses) for e in steps)
     return sum(e.data_seconds * len(e.losses) for e in steps) / total if total else None
