@@ -120,24 +120,20 @@ class HealthMonitor:
 
     def _gates(self, event: LayersObserved) -> list[HealthFired]:
         c, found = self._config, []
-        for i, share in enumerate(event.gate_collapse):
-            if share is not None:
-                bad = self._gate_is_bad(i, share, not share < c.gate_collapse_share)  # NaN is bad too
-                sentence = (
-                    f"layer {i}: one gate has over 95% of the weight for {100 * share:.0f}% of (token, head) pairs"
-                )
-                found += self._if_persistent(
-                    event, "gate_collapse", i, bad, c.patience, sentence, share, c.gate_collapse_share, layer=i
-                )
+        limit = c.gate_collapse_share
+        for i, share in _measured(event.gate_collapse):
+            bad = self._gate_is_bad(i, share, not share < limit)  # NaN is bad too
+            sentence = f"layer {i}: one gate has over 95% of the weight for {100 * share:.0f}% of (token, head) pairs"
+            found += self._if_persistent(event, "gate_collapse", i, bad, c.patience, sentence, share, limit, layer=i)
+        limit = c.dead_branch_share
         for branch in BRANCHES:
-            for i, share in enumerate(getattr(event, f"gate_share_{branch}")):
-                if share is not None:
-                    key, limit = (i, branch), c.dead_branch_share
-                    bad = self._gate_is_bad(key, share, not share >= limit)
-                    sentence = f"layer {i}: the {branch} branch gets {100 * share:.2f}% of the gate weight"
-                    found += self._if_persistent(
-                        event, "dead_branch", key, bad, c.patience, sentence, share, limit, layer=i
-                    )
+            for i, share in _measured(getattr(event, f"gate_share_{branch}")):
+                key = (i, branch)
+                bad = self._gate_is_bad(key, share, not share >= limit)
+                sentence = f"layer {i}: the {branch} branch gets {100 * share:.2f}% of the gate weight"
+                found += self._if_persistent(
+                    event, "dead_branch", key, bad, c.patience, sentence, share, limit, layer=i
+                )
         return found
 
     def _gate_is_bad(self, key: object, share: float, closed: bool) -> bool:
@@ -147,22 +143,21 @@ class HealthMonitor:
         return closed and (not self._imported or key in self._opened or math.isnan(share))
 
     def _selection(self, event: LayersObserved) -> list[HealthFired]:
-        c, found = self._config, []
+        c = self._config
+
+        def stuck(i: int, what: str, share: float, limit: float, sentence: str) -> list[HealthFired]:
+            bad = share >= limit
+            return self._if_persistent(event, "selection_stuck", (i, what), bad, c.patience, sentence, share, limit)
+
+        found = []
         for i, (forced, overlap) in enumerate(zip(event.selected_forced, event.selected_overlap, strict=True)):
             if forced is not None:
                 sentence = f"layer {i}: {100 * forced:.1f}% of the selected blocks are forced ones"
-                bad, limit = forced >= c.selection_forced_share, c.selection_forced_share
-                found += self._if_persistent(
-                    event, "selection_stuck", (i, "forced"), bad, c.patience, sentence, forced, limit
-                )
+                found += stuck(i, "forced", forced, c.selection_forced_share, sentence)
             if overlap is not None:
-                sentence = (
-                    f"layer {i}: {100 * overlap:.2f}% of the freely selected blocks are the same for consecutive tokens"
-                )
-                bad, limit = overlap >= c.selection_overlap, c.selection_overlap
-                found += self._if_persistent(
-                    event, "selection_stuck", (i, "same"), bad, c.patience, sentence, overlap, limit
-                )
+                share = f"{100 * overlap:.2f}% of the freely selected blocks"
+                sentence = f"layer {i}: {share} are the same for consecutive tokens"
+                found += stuck(i, "same", overlap, c.selection_overlap, sentence)
         return found
 
     def _routes(self, event: RoutesCounted) -> list[HealthFired]:
@@ -208,6 +203,11 @@ class HealthMonitor:
                 layer=layer,
             )
         ]
+
+
+def _measured(values: list[float | None]) -> list[tuple[int, float]]:
+    """(layer, value) of the layers that have one."""
+    return [(i, value) for i, value in enumerate(values) if value is not None]
 
 
 def health_findings(events: Iterable[Event], init_from: str | None = None) -> list[HealthFired]:

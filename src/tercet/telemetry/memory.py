@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -76,22 +75,14 @@ def snapshot(
         "host_total_gib": host_total_gib(),
         "parameters_mib": bytes_of(model.parameters()) / 2**20,
         "gradients_mib": grads.get("mib", 0.0),
-        "optimizer_mib": optimizer_bytes(optimizer) / 2**20,
+        "optimizer_mib": bytes_of(optimizer_tensors(optimizer)) / 2**20,
         "buffers_mib": bytes_of(model.buffers()) / 2**20,
     }
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         record |= {"device_free_gib": free / GIB, "device_total_gib": total / GIB}
-        stats = torch.cuda.memory_stats(device)
-        record["allocation_retries"] = stats.get("num_alloc_retries", 0)
+        record["allocation_retries"] = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
     return record
-
-
-def write_snapshot(folder: Path, rank: int, name: str, record: dict[str, Any]) -> None:
-    """Write mem_{name}.json on rank 0, mem_{name}_rank{r}.json on the others."""
-    suffix = f"_rank{rank}" if rank else ""
-    text = json.dumps({"rank": rank, **record}, indent=1) + "\n"
-    (folder / f"mem_{name}{suffix}.json").write_text(text, encoding="utf-8")
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -99,15 +90,14 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
 
 
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    return bytes_of(optimizer_tensors(optimizer))
-
-
-def dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, compute: str, grads: dict[str, Any]) -> list[str]:
-    """Lines of dtypes_report.txt: types of weights, gradients, optimizer state, buffers and compute."""
-    # Without AdamW's step counters: one fp32 number per tensor.
-    moments = [t for t in optimizer_tensors(optimizer) if t.numel() > 1]
-    return [
+def write_dtypes(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, compute: str, grads: dict[str, Any]
+) -> None:
+    """Write opt_state_mb.txt, and the types of weights, gradients, optimizer state, buffers and compute to
+    dtypes_report.txt. The optimizer has no state before the first update."""
+    state = optimizer_tensors(optimizer)
+    moments = [t for t in state if t.numel() > 1]  # without AdamW's step counters: one fp32 number per tensor
+    lines = [
         "kind: dtype elements",
         f"parameters: {_dtype_sizes(model.parameters())}",
         f"gradients: {grads.get('dtypes', 'none')}",
@@ -115,11 +105,7 @@ def dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, compute: str, gra
         f"buffers: {_dtype_sizes(model.buffers())}",
         f"compute: {compute}",
     ]
-
-
-def write_after_first_step(folder: Path, optimizer: torch.optim.Optimizer, lines: list[str]) -> None:
-    """Write opt_state_mb.txt and dtypes_report.txt; the optimizer has no state before the first update."""
-    (folder / "opt_state_mb.txt").write_text(f"{optimizer_bytes(optimizer) / 2**20:.3f}\n", encoding="utf-8")
+    (folder / "opt_state_mb.txt").write_text(f"{bytes_of(state) / 2**20:.3f}\n", encoding="utf-8")
     (folder / "dtypes_report.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

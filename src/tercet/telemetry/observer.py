@@ -5,6 +5,7 @@ The trainer calls it at fixed points. Between log lines it never waits for the d
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -97,7 +98,10 @@ class Observer:
                 self._write_profile(step)
         if not self._seen_first_step:
             self._seen_first_step = True
-            self._after_first_step(step)
+            self._snapshot(f"step{step}", step)
+            if self._rank == 0:
+                with full_disk_allowed():
+                    memory.write_dtypes(self._folder, self._model, self._optimizer, self._compute, self._gradients)
         every = self._config.health.memory_every
         if every and step % every == 0:
             self._snapshot(f"step{step}", step)
@@ -121,13 +125,10 @@ class Observer:
             self._log.emit(selectors)
         routes = self._probe.routes(logged.step)
         self._log.emit(routes)
-        self._unreported = 0
         found += self._health.observe(routes)
-        for finding in found:
-            self._log.emit(finding)
         self._probe.set_sampling(False)  # a validation may follow
-        self._steps = 0
-        return [f for f in found if f.action == "halt"]
+        self._steps = self._unreported = 0
+        return self._emit_findings(found)
 
     def flush_routes(self, step: int) -> None:
         """Emit the route counts since the last log line: at a save, from which another process may resume, and at the
@@ -138,7 +139,9 @@ class Observer:
 
     def observe(self, event: Any) -> list[HealthFired]:
         """Apply the health rules to another event; emits the findings and returns those that ask to halt."""
-        found = self._health.observe(event)
+        return self._emit_findings(self._health.observe(event))
+
+    def _emit_findings(self, found: list[HealthFired]) -> list[HealthFired]:
         for finding in found:
             self._log.emit(finding)
         return [f for f in found if f.action == "halt"]
@@ -175,18 +178,14 @@ class Observer:
             text = f"warning: the profile could not be written ({error})"
         self._log.emit(Noted(step=step, text=text))
 
-    def _after_first_step(self, step: int) -> None:
-        self._snapshot(f"step{step}", step)
-        if self._rank == 0:
-            lines = memory.dtypes(self._model, self._optimizer, self._compute, self._gradients)
-            with full_disk_allowed():
-                memory.write_after_first_step(self._folder, self._optimizer, lines)
-
     def _snapshot(self, name: str, step: int) -> None:
+        """Write mem_{name}.json on rank 0, mem_{name}_rank{r}.json on the others."""
         held = self._held_bytes()
         record = memory.snapshot(self._device, self._model, self._optimizer, step, self._gradients, held)
+        suffix = f"_rank{self._rank}" if self._rank else ""
+        text = json.dumps({"rank": self._rank, **record}, indent=1) + "\n"
         with full_disk_allowed():
-            memory.write_snapshot(self._folder, self._rank, name, record)
+            (self._folder / f"mem_{name}{suffix}.json").write_text(text, encoding="utf-8")
 
 
 class LayerProbe:
@@ -242,9 +241,9 @@ class LayerProbe:
         self._sampled = False
         device = self._sparse[0].q_proj.weight.device
         rows = all_sum(torch.stack([layer.stats.sums(device) for layer in self._sparse])).tolist()
-        means = {id(m): m.stats.means(row) for m, row in zip(self._sparse, rows, strict=True)}
-        distances = {id(m): m.stats.distances(row) for m, row in zip(self._sparse, rows, strict=True)}
-        for layer in self._sparse:
+        means, distances = {}, {}  # by layer
+        for layer, row in zip(self._sparse, rows, strict=True):
+            means[id(layer)], distances[id(layer)] = layer.stats.means(row), layer.stats.distances(row)
             layer.stats.reset()
         columns: dict[str, Any] = {n: [means.get(id(m), {}).get(n) for m in self.layers] for n in STATISTICS}
         layers = LayersObserved(

@@ -23,6 +23,7 @@ class Profiler:
 
     def __init__(self, folder: Path, rank: int, config: ProfileConfig, device: torch.device) -> None:
         self._folder, self._rank, self._config, self._device = folder / "profile", rank, config, device
+        self._cuda = device.type == "cuda"
         self._range = config.range()
         self._profile: Any = None
         self._first = self.last = 0
@@ -35,9 +36,8 @@ class Profiler:
     def before_step(self, step: int) -> None:
         if self._range is None or self.active or not self._range[0] <= step <= self._range[1]:
             return
-        cuda = self._device.type == "cuda"
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if cuda:
+        if self._cuda:
             torch.cuda.synchronize(self._device)  # keep earlier steps out of the trace
             activities.append(torch.profiler.ProfilerActivity.CUDA)
             if self._config.memory:
@@ -50,8 +50,10 @@ class Profiler:
 
     def ends_with(self, step: int) -> bool:
         """Whether this was the last step to trace; then call `close`."""
-        self.last = max(self.last, step) if self.active else self.last
-        return self.active and self._range is not None and step >= self._range[1]
+        if not self.active or self._range is None:
+            return False
+        self.last = max(self.last, step)
+        return step >= self._range[1]
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
@@ -59,33 +61,29 @@ class Profiler:
         if not self.active:
             yield
             return
-        nvtx = self._device.type == "cuda"
         with torch.profiler.record_function(name):
-            if nvtx:
+            if self._cuda:
                 torch.cuda.nvtx.range_push(name)
             try:
                 yield
             finally:
-                if nvtx:
+                if self._cuda:
                     torch.cuda.nvtx.range_pop()
 
     def close(self) -> list[str]:
         """Stop tracing and write the files, also if the run ends early; returns their paths."""
-        if not self.active:
-            return []
         profile, self._profile, self._range = self._profile, None, None
-        cuda = self._device.type == "cuda"
-        if cuda:
+        if self._cuda:
             torch.cuda.synchronize(self._device)
         profile.stop()
         self._folder.mkdir(exist_ok=True)
         name = f"rank{self._rank}_steps{self._first}-{self.last}"
         written = [self._folder / f"trace_{name}.json.gz", self._folder / f"kernels_{name}.txt"]
         profile.export_chrome_trace(str(written[0]))
-        order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+        order = "self_cuda_time_total" if self._cuda else "self_cpu_time_total"
         table = profile.key_averages().table(sort_by=order, row_limit=self._config.rows, max_name_column_width=90)
         written[1].write_text(table + "\n", encoding="utf-8")
-        if cuda and self._config.memory:
+        if self._cuda and self._config.memory:
             written.append(self._folder / f"memory_{name}.pickle")
             torch.cuda.memory._dump_snapshot(str(written[-1]))
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -104,7 +102,7 @@ class PhaseClock:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._host: dict[str, float] = defaultdict(float)
+        self._seconds: dict[str, float] = defaultdict(float)  # since the last read; without pending phases
         self._pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._free: list[torch.cuda.Event] = []
 
@@ -116,7 +114,7 @@ class PhaseClock:
             try:
                 yield
             finally:
-                self._host[name] += time.perf_counter() - start
+                self._seconds[name] += time.perf_counter() - start
             return
         begin, end = self._event(), self._event()
         begin.record()
@@ -128,16 +126,14 @@ class PhaseClock:
 
     def read(self) -> dict[str, float]:
         """Seconds per phase since the last read. Waits for the last phase, which a log line has already done."""
-        seconds = dict.fromkeys(PHASES, 0.0)
         if self._pending:
             self._pending[-1][2].synchronize()
         for name, begin, end in self._pending:
-            seconds[name] = seconds.get(name, 0.0) + begin.elapsed_time(end) / 1e3
+            self._seconds[name] += begin.elapsed_time(end) / 1e3
             self._free += [begin, end]
-        for name, value in self._host.items():
-            seconds[name] = seconds.get(name, 0.0) + value
+        seconds = {**dict.fromkeys(PHASES, 0.0), **self._seconds}
         self._pending.clear()
-        self._host.clear()
+        self._seconds.clear()
         return seconds
 
     def _event(self) -> torch.cuda.Event:

@@ -117,11 +117,7 @@ class Watchdog:
         self._stalled_since = self._beat.moved
         idle, doing, step = self._beat.idle_seconds, self._beat.doing, self._beat.step
         path = self.dump(f"no progress for {idle:.1f} s (limit {limit:.1f} s) in step {step} while {doing}", cpu)
-        with contextlib.suppress(OSError):
-            self._log.emit(
-                Stalled(step=max(0, step - 1), doing=doing, for_seconds=idle, limit_seconds=limit, dump=str(path.name))
-            )
-            self._log.sync()
+        self._emit(Stalled(step=max(0, step - 1), doing=doing, for_seconds=idle, limit_seconds=limit, dump=path.name))
         self._print(f"stalled: no progress for {idle:.0f} s in step {step} while {doing}; see {path}")
         if self._config.stall == "end":
             self._print(f"health.stall=end: exiting with code {STALLED_EXIT}")
@@ -132,18 +128,14 @@ class Watchdog:
             return
         seconds = self._beat.moved - self._stalled_since
         self._stalled_since = None
-        with contextlib.suppress(OSError):
-            self._log.emit(
-                Stalled(
-                    step=max(0, self._beat.step - 1),
-                    doing=self._beat.doing,
-                    for_seconds=seconds,
-                    limit_seconds=self.limit(),
-                    dump="",
-                    over=True,
-                )
-            )
+        doing, step, limit = self._beat.doing, max(0, self._beat.step - 1), self.limit()
+        self._emit(Stalled(step=step, doing=doing, for_seconds=seconds, limit_seconds=limit, dump="", over=True))
         self._print(f"progress again after {seconds:.0f} s")
+
+    def _emit(self, event: Stalled) -> None:
+        with contextlib.suppress(OSError):
+            self._log.emit(event)
+            self._log.sync()
 
     def dump(self, why: str, cpu_before: float = 0.0) -> Path:
         """Write stacks, CPU time, CUDA memory and the last events of every rank; returns the path."""
@@ -253,11 +245,6 @@ class Heartbeat:
         self._write()
 
     def _write(self) -> None:
-        # The event log reports a full disk.
-        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as stream:
-            stream.write(self._line())
-
-    def _line(self) -> str:
         now = time.time()
         line = {
             "time": now,
@@ -267,4 +254,6 @@ class Heartbeat:
             "doing": self.doing,
             "for_seconds": round(now - self.moved, 3),
         }
-        return json.dumps(line) + "\n"
+        # The event log reports a full disk.
+        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
