@@ -57,10 +57,10 @@ def _loss_sentence(run: Run) -> str:
     """What the losses show; empty if there are none."""
     if run.selectors_only:
         return "only the selectors learn, and the selection gate judges what they learned"
-    first, last = first_loss(run), last_loss(run)
+    first, last, overlap = _loss_trend(run)
     if not last.steps:
         return ""
-    if first.steps + last.steps > len(_finite_losses(run)):  # both means would include the same steps
+    if overlap:
         return f"training loss {last.value:.3f} ({last.of})"
     change = "fell" if last.value < first.value else "went"
     return f"the training loss {change} from {first.value:.3f} ({first.of}) to {last.value:.3f} ({last.of})"
@@ -117,8 +117,8 @@ def _check_loss(run: Run, findings: list[HealthFired], limits: Thresholds, gate:
         gate.not_tested("no step was logged", "train longer")
         return
     spikes = [f for f in findings if f.rule == "loss_spike"]
-    first, last = first_loss(run), last_loss(run)
-    if first.steps + last.steps > len(_finite_losses(run)):
+    first, last, overlap = _loss_trend(run)
+    if overlap:
         gate.add_evidence("training loss", f"{last.value:.4f} ({last.of})")
     else:
         gate.add_evidence("training loss", f"{first.value:.4f} → {last.value:.4f} ({first.of}, {last.of})")
@@ -145,8 +145,8 @@ def _process_outcomes(run: Run) -> list[str]:
             outcomes.append(DIED)
         elif isinstance(event, RunEnded) and outcomes:
             outcomes[-1] = event.outcome
-    if outcomes and run.ended is None:
-        outcomes[-1] = {"running": "running", "silent": "silent"}.get(run.state, outcomes[-1])
+    if outcomes and run.ended is None and run.state in ("running", "silent"):
+        outcomes[-1] = run.state
     return outcomes
 
 
@@ -164,20 +164,19 @@ class MeanLoss:
     of: str
 
 
-def first_loss(run: Run) -> MeanLoss:
-    losses = _finite_losses(run)[:5]
-    value = statistics.fmean(losses) if losses else math.nan
-    return MeanLoss(value, len(losses), f"mean of the first {plural(len(losses), 'step')}")
-
-
 def last_loss(run: Run) -> MeanLoss:
     loss, steps = mean_of_last(run.losses)
     which = "one step" if steps == 1 else f"mean of the last {plural(steps, 'step')}"
     return MeanLoss(math.nan if loss is None else loss, steps, which)
 
 
-def _finite_losses(run: Run) -> list[float]:
-    return [x for x in run.losses if math.isfinite(x)]
+def _loss_trend(run: Run) -> tuple[MeanLoss, MeanLoss, bool]:
+    """Means of the first and of the last losses, and whether they include the same steps."""
+    finite = [x for x in run.losses if math.isfinite(x)]
+    start = finite[:5]
+    mean = statistics.fmean(start) if start else math.nan
+    first, last = MeanLoss(mean, len(start), f"mean of the first {plural(len(start), 'step')}"), last_loss(run)
+    return first, last, first.steps + last.steps > len(finite)
 
 
 def memory_gate(run: Run, limits: Thresholds) -> Gate:
