@@ -15,7 +15,7 @@ HEATMAP_COLUMNS = 120  # more would be finer than a screen resolves
 
 
 def gate_share_plot(run: Run) -> Plot | None:
-    samples = _sparse_samples(run)
+    samples = _gated_samples(run)
     if not samples:
         return None
     columns = samples[:: max(1, -(-len(samples) // HEATMAP_COLUMNS))]
@@ -70,7 +70,7 @@ def _draw_bands(axes: Any, x: list[int], bands: list[list[float]], colour: str, 
 
 
 def gate_trend_plot(run: Run) -> Plot | None:
-    gated = _sparse_samples(run)
+    gated = _gated_samples(run)
     samples = gated or [e for e in run.layers if any(v is not None for v in e.selected_forced)]
     if len(samples) < 2:
         return None
@@ -171,7 +171,7 @@ def choice_plot(run: Run) -> Plot | None:
     return Plot("choice", "How well blocks are chosen", caption, svg, wide=True)
 
 
-def _sparse_samples(run: Run) -> list[LayersObserved]:
+def _gated_samples(run: Run) -> list[LayersObserved]:
     return [e for e in run.layers if any(v is not None for v in e.gate_entropy)]
 
 

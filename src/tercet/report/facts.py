@@ -27,7 +27,7 @@ _STATES = {"running": "still running", "silent": "alive, no heartbeat", "gone": 
 
 
 @dataclass(frozen=True)
-class Figure:
+class KeyFigure:
     """A key figure at the top of the page."""
 
     name: str
@@ -43,7 +43,7 @@ class Facts:
     subtitle: str
     period: str
     created: str
-    figures: list[Figure]
+    figures: list[KeyFigure]
     routes: list[dict[str, Any]]
     layer_columns: list[str]
     layers: list[list[str]]
@@ -82,11 +82,11 @@ def collect_facts(run: Run, findings: Iterable[HealthFired], baseline: Run | Non
     )
 
 
-def key_figures(run: Run) -> list[Figure]:
+def key_figures(run: Run) -> list[KeyFigure]:
     """The run in a few numbers."""
     planned = run.started[-1].steps if run.started else 0
     outcome = run.ended.outcome if run.ended else _STATES.get(run.state, run.state)
-    figures = [Figure("steps", f"{run.step:,}", f"of {planned:,} planned; {outcome}", run.step)]
+    figures = [KeyFigure("steps", f"{run.step:,}", f"of {planned:,} planned; {outcome}", run.step)]
     if not run.steps:
         return figures
     last = run.steps[-1]
@@ -94,53 +94,53 @@ def key_figures(run: Run) -> list[Figure]:
     if run.stages:
         stage, lengths = run.stages[-1], " → ".join(f"{s.seq_len:,}" for s in run.stages)
         in_stage = f" of stage {stage.stage}"
-        figures.append(Figure("sequence length", lengths, f"stage {stage.stage} of {stage.stages}", stage.seq_len))
+        figures.append(KeyFigure("sequence length", lengths, f"stage {stage.stage} of {stage.stages}", stage.seq_len))
     tokens_per_step = (run.stages or run.started)[-1].tokens_per_step
-    figures.append(Figure("tokens", quantity(last.tokens), f"{tokens_per_step:,} per step", last.tokens))
+    figures.append(KeyFigure("tokens", quantity(last.tokens), f"{tokens_per_step:,} per step", last.tokens))
     smoothed, steps = mean_of_last(run.losses)
     if smoothed is not None:
         first = next(x for x in run.losses if math.isfinite(x))
         note = f"mean of the last {plural(steps, 'step')}; {run.losses[-1]:.4f} in the last, {first:.4f} in the first"
-        figures.append(Figure("training loss", f"{smoothed:.4f}", note, smoothed))
+        figures.append(KeyFigure("training loss", f"{smoothed:.4f}", note, smoothed))
     if run.validations:
         length = run.validations[-1].seq_len  # of the stage
         best = min((e for e in run.validations if e.seq_len == length), key=lambda e: e.loss)
         loss = run.validations[-1].loss
-        figures.append(Figure("validation loss", f"{loss:.4f}", f"best {best.loss:.4f} at step {best.step:,}", loss))
+        figures.append(KeyFigure("validation loss", f"{loss:.4f}", f"best {best.loss:.4f} at step {best.step:,}", loss))
     else:
-        figures.append(Figure("validation loss", "–", "not measured"))
+        figures.append(KeyFigure("validation loss", "–", "not measured"))
     if (speed := run.tokens_per_s) is not None:
-        figures.append(Figure("tokens/s", quantity(speed), f"median{in_stage}, all ranks", speed))
+        figures.append(KeyFigure("tokens/s", quantity(speed), f"median{in_stage}, all ranks", speed))
     mfus = [e.mfu for e in run.last_stage_steps if e.mfu is not None]
     if mfus:
         mfu = statistics.median(mfus)
-        figures.append(Figure("MFU", f"{100 * mfu:.1f}%", f"median{in_stage}", mfu))
+        figures.append(KeyFigure("MFU", f"{100 * mfu:.1f}%", f"median{in_stage}", mfu))
     else:
-        figures.append(Figure("MFU", "–", "peak FLOP/s of the device unknown"))
+        figures.append(KeyFigure("MFU", "–", "peak FLOP/s of the device unknown"))
     peak = max(e.memory_gib for e in run.steps)
-    figures.append(Figure("peak memory", f"{peak:.2f} GiB", "device" if run.on_gpu else "process", peak))
+    figures.append(KeyFigure("peak memory", f"{peak:.2f} GiB", "device" if run.on_gpu else "process", peak))
     seconds = _active_seconds(run)
     processes = f"in {len(run.started)} process{'es' * (len(run.started) > 1)}"
-    return [*figures, Figure("time", duration(seconds), processes, seconds)]
+    return [*figures, KeyFigure("time", duration(seconds), processes, seconds)]
 
 
-def _baseline_figures(run: Run, baseline: Run | None) -> list[Figure]:
+def _baseline_figures(run: Run, baseline: Run | None) -> list[KeyFigure]:
     """Speed and validation loss compared with the dense baseline, if there is one."""
     if baseline is None or baseline_mismatch(run, baseline):
         return []
     figures = []
     if run.tokens_per_s is not None and baseline.tokens_per_s is not None:
         ratio, note = run.tokens_per_s / baseline.tokens_per_s, f"dense: {quantity(baseline.tokens_per_s)} tokens/s"
-        figures.append(Figure("speed vs dense", f"{ratio:.2f}×", note))
+        figures.append(KeyFigure("speed vs dense", f"{ratio:.2f}×", note))
     if mismatch := loss_mismatch(run, baseline):
-        return [*figures, Figure("loss vs dense", "–", f"not comparable: {mismatch}")]
+        return [*figures, KeyFigure("loss vs dense", "–", f"not comparable: {mismatch}")]
     dense = {e.step: e.loss for e in baseline.validations}
     common = [(e, dense[e.step]) for e in run.validations if e.step in dense]
     if common:
         last, dense_loss = common[-1]
         change = f"{100 * (last.loss / dense_loss - 1):+.2f}%"
         note = f"validation at step {last.step:,}; dense: {dense_loss:.4f}"
-        figures.append(Figure("loss vs dense", change, note))
+        figures.append(KeyFigure("loss vs dense", change, note))
     return figures
 
 
@@ -220,7 +220,7 @@ def _notable_events(run: Run, findings: Iterable[HealthFired]) -> list[dict[str,
     fired = set()
     for rank in sorted(run.events):
         for event in run.events[rank]:
-            described = describe(event, rank)
+            described = describe(event)
             if described is not None:
                 rows.append((event, *described))
             if isinstance(event, HealthFired):
@@ -241,7 +241,7 @@ def _notable_events(run: Run, findings: Iterable[HealthFired]) -> list[dict[str,
     ]
 
 
-def describe(event: Event, rank: int) -> tuple[str, str, str] | None:
+def describe(event: Event) -> tuple[str, str, str] | None:
     """(CSS class, kind, text) of a notable event; None for all others."""
     if isinstance(event, HealthFired):
         return ("no" if event.action == "halt" else "nt"), event.rule, event.sentence
@@ -262,7 +262,7 @@ def describe(event: Event, rank: int) -> tuple[str, str, str] | None:
         if event.superseded:
             text += f"; {plural(event.superseded, 'later event')} superseded"
         return "", "started", text
-    if rank:
+    if event.rank:
         return None  # the same on every rank
     if isinstance(event, events.CheckpointSaved):
         size = f"{event.bytes / 2**20:.1f} MiB"

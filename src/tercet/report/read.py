@@ -27,6 +27,7 @@ from tercet.telemetry.events import (
     Event,
     LayersObserved,
     ResourcesObserved,
+    RouteKey,
     RunEnded,
     RunStarted,
     SelectorsObserved,
@@ -36,7 +37,7 @@ from tercet.telemetry.events import (
     decode,
     has_type,
 )
-from tercet.telemetry.sinks import RouteKey, route_totals
+from tercet.telemetry.sinks import route_totals
 
 E = TypeVar("E", bound=Event)
 
@@ -120,13 +121,8 @@ class Run:
     @property
     def ended(self) -> RunEnded | None:
         """The end event of the newest process; None if it is running or died without writing one."""
-        return next((e for e in reversed(self._last_process) if isinstance(e, RunEnded)), None)
-
-    @property
-    def _last_process(self) -> list[Event]:
-        stream = self.events.get(0, [])
-        start = max((i for i, e in enumerate(stream) if isinstance(e, RunStarted)), default=0)
-        return stream[start:]
+        last = next((e for e in reversed(self.events.get(0, [])) if isinstance(e, RunStarted | RunEnded)), None)
+        return last if isinstance(last, RunEnded) else None
 
     @property
     def on_gpu(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tercet.config.keys import flatten_table
 from tercet.errors import first_few
-from tercet.report.facts import Figure, format_value, key_figures, subtitle
+from tercet.report.facts import KeyFigure, format_value, key_figures, subtitle
 from tercet.report.figure import SERIES, Plot, abbreviate_y_ticks, draw, label_step_axis
 from tercet.report.plots import interval_series, loss_axis_limits, paint_losses, step_series, validation_points
 from tercet.report.read import Run, with_defaults
@@ -111,7 +111,7 @@ def _figure_rows(runs: list[Column]) -> list[dict[str, Any]]:
     same_tokens = len({c.run.config["data.tokenizer"] for c in runs if "data.tokenizer" in c.run.config}) < 2
     rows = []
     for name in dict.fromkeys(n for t in tables for n in t):
-        found = [t.get(name) or Figure(name, "–") for t in tables]
+        found = [t.get(name) or KeyFigure(name, "–") for t in tables]
         comparable = same_tokens or name not in _PER_TOKEN
         first = found[0].number
         ratios = ["" if not (comparable and first and f.number) else f"{f.number / first:.3f}×" for f in found[1:]]
@@ -120,7 +120,7 @@ def _figure_rows(runs: list[Column]) -> list[dict[str, Any]]:
     return rows
 
 
-def _with_bits_per_byte(run: Run) -> list[Figure]:
+def _with_bits_per_byte(run: Run) -> list[KeyFigure]:
     """The key figures, and the validation loss in a unit that does not depend on the tokenizer, if that is known."""
     figures = key_figures(run)
     last = run.validations[-1] if run.validations else None
@@ -131,7 +131,7 @@ def _with_bits_per_byte(run: Run) -> list[Figure]:
     if not last.bytes or (bits := last.bits_per_byte) is None:
         return figures
     note = f"validation, {last.bytes / last.tokens:.2f} bytes per token"
-    figure = Figure("bits per byte", f"{bits:.4f}", note, bits)
+    figure = KeyFigure("bits per byte", f"{bits:.4f}", note, bits)
     place = [f.name for f in figures].index("validation loss") + 1
     return [*figures[:place], figure, *figures[place:]]
 

@@ -226,7 +226,7 @@ def _gates(layers: Any) -> RenderableType:
 
 
 def _problem(event: Event) -> str:
-    described = describe(event, event.rank)
+    described = describe(event)
     assert described is not None
     _, kind, text = described
     return f"step {event.step}, rank {event.rank}: {kind}: {text}"

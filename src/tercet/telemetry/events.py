@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, dataclass_transform
 
@@ -191,6 +192,9 @@ class SelectorsObserved(Event, kind="selectors", measured=True, table=True):
     random: list[float]  # what a random choice would receive
 
 
+RouteKey = tuple[int, str, str, str, bool]  # layer, branch, route, reason, fallback
+
+
 class RoutesCounted(Event, kind="routes", measured=True, table=True):
     """Forward passes by layer, branch and backend since this process started. Lists are columns."""
 
@@ -200,6 +204,15 @@ class RoutesCounted(Event, kind="routes", measured=True, table=True):
     reason: list[str]
     fallback: list[bool]  # slower than this device allows, and not requested
     calls: list[int]
+
+    def by_route(self) -> Counter[RouteKey]:
+        """The calls of each row."""
+        found: Counter[RouteKey] = Counter()
+        for *key, calls in zip(
+            self.layer, self.branch, self.route, self.reason, self.fallback, self.calls, strict=True
+        ):
+            found[tuple(key)] += calls
+        return found
 
 
 class ResourcesObserved(Event, kind="resources", measured=True):

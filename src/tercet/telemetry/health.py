@@ -162,8 +162,7 @@ class HealthMonitor:
 
     def _routes(self, event: RoutesCounted) -> list[HealthFired]:
         found = []
-        rows = zip(event.layer, event.branch, event.route, event.reason, event.fallback, event.calls, strict=True)
-        for layer, branch, route, reason, fallback, calls in rows:
+        for (layer, branch, route, reason, fallback), calls in event.by_route().items():
             if fallback:
                 sentence = f"layer {layer}: the {branch} branch runs on {route} ({reason})"
                 key = (layer, branch, reason)

@@ -25,13 +25,14 @@ from tercet.telemetry.events import (
     LayersObserved,
     Noted,
     ResourcesObserved,
+    RouteKey,
     RoutesCounted,
     SelectorsObserved,
     StepLogged,
 )
 from tercet.telemetry.health import HealthMonitor
 from tercet.telemetry.profile import PhaseClock, Profiler
-from tercet.telemetry.sinks import STATISTICS
+from tercet.telemetry.sinks import ROUTE_COLUMNS, STATISTICS
 
 # Field of ResourcesObserved -> field of the loader's totals (data.packing.LoaderStats)
 _TOTALS = {
@@ -194,8 +195,8 @@ class LayerProbe:
     def __init__(self, model: nn.Module) -> None:
         self.layers = [m for m in model.modules() if isinstance(m, AttentionLayer)]
         self._sparse = [m for m in self.layers if isinstance(m, SelectingLayer)]
-        self._calls: Counter[tuple[int, str, str, str, bool]] = Counter()  # of completed steps
-        self._current: Counter[tuple[int, str, str, str, bool]] = Counter()  # of the current step
+        self._calls: Counter[RouteKey] = Counter()  # of completed steps
+        self._current: Counter[RouteKey] = Counter()  # of the current step
         self._sampled = False
 
     def set_sampling(self, on: bool) -> None:
@@ -225,12 +226,9 @@ class LayerProbe:
 
     def routes(self, step: int) -> RoutesCounted:
         """Passes of all completed steps."""
-        rows = sorted(self._calls.items())
-        columns: list[list[Any]] = [list(c) for c in zip(*((*key, n) for key, n in rows), strict=True)] or [[]] * 6
-        layer, branch, route, reason, fallback, calls = columns
-        return RoutesCounted(
-            step=step, layer=layer, branch=branch, route=route, reason=reason, fallback=fallback, calls=calls
-        )
+        rows = [(*key, calls) for key, calls in sorted(self._calls.items())]
+        columns: dict[str, Any] = {name: [row[i] for row in rows] for i, name in enumerate(ROUTE_COLUMNS)}
+        return RoutesCounted(step=step, **columns)
 
     def read(
         self, step: int, all_sum: Callable[[Tensor], Tensor]

@@ -38,6 +38,7 @@ from tercet.telemetry.events import (
     HealthFired,
     LayersObserved,
     ResourcesObserved,
+    RouteKey,
     RoutesCounted,
     RunEnded,
     RunStarted,
@@ -66,7 +67,6 @@ EXCHANGE_COLUMNS = ("raw", "compressed", "window", "selected", "requests", "befo
 CLOSE_SECONDS = 30.0
 
 Row = tuple[Any, ...]
-RouteKey = tuple[int, str, str, str, bool]  # ROUTE_COLUMNS without the calls
 
 
 def csv_line(values: Iterable[Any]) -> str:
@@ -140,17 +140,10 @@ class RouteSink:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RoutesCounted):
-            self._write(self._before + _calls(event))
+            self._write(self._before + event.by_route())
 
     def _write(self, calls: Counter[RouteKey]) -> None:
         _rewrite(self._path, [csv_line(ROUTE_COLUMNS), *(csv_line((*key, n)) for key, n in sorted(calls.items()))])
-
-
-def _calls(event: RoutesCounted) -> Counter[RouteKey]:
-    calls: Counter[RouteKey] = Counter()
-    for *key, n in zip(*(getattr(event, name) for name in ROUTE_COLUMNS), strict=True):
-        calls[tuple(key)] += n
-    return calls
 
 
 def route_totals(events: Iterable[Event]) -> Counter[RouteKey]:
@@ -162,7 +155,7 @@ def route_totals(events: Iterable[Event]) -> Counter[RouteKey]:
             total.update(current)
             current = Counter()
         elif isinstance(event, RoutesCounted):
-            current = _calls(event)
+            current = event.by_route()
     total.update(current)
     return total
 
@@ -353,12 +346,13 @@ def summarise(events: Iterable[Event]) -> dict[str, Any]:
     validations = [e for e in events if isinstance(e, Validated)]
     started = [e for e in events if isinstance(e, RunStarted)]
     ended = [e for e in events if isinstance(e, RunEnded)]
+    end = ended[-1] if ended and events[-1] is ended[-1] else None  # None: it runs, or died
     checkpoints = [e for e in events if isinstance(e, CheckpointSaved)]
     last = steps[-1] if steps else None
     best = min(validations, key=lambda e: e.loss, default=None)
     return {
-        "outcome": ended[-1].outcome if ended and events[-1] is ended[-1] else "unknown",
-        "reason": ended[-1].reason if ended and events[-1] is ended[-1] else None,
+        "outcome": end.outcome if end else "unknown",
+        "reason": end.reason if end else None,
         "step": last.step if last else 0,
         "steps": started[-1].steps if started else None,
         "tokens": last.tokens if last else 0,
