@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tercet.atomic_io import check_writable, check_writable_folder
+from tercet.atomic_io import check_writable
 from tercet.config.data import DataConfig
 from tercet.config.flags import Arg
 from tercet.errors import UsageError
@@ -106,13 +106,6 @@ def check_plot(plot: Path | None) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(f"--plot {plot} needs matplotlib: pip install 'tercet[report]', or drop --plot")
     check_writable("--plot", plot)
-
-
-def check_empty(out: Path) -> None:
-    """Raise if an output folder exists and is not empty, or cannot be written."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not empty: choose another folder, or remove it")
-    check_writable_folder("OUT", out)
 
 
 def read_prompt_file(path: Path) -> str:

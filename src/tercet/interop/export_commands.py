@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from tercet.inference.arguments import check_empty
 from tercet.inference.stored_model import find_model
-from tercet.interop.options import check_family
+from tercet.interop.options import check_empty, check_family
 
 
 def hf(

@@ -9,8 +9,7 @@ from typing import Any, Literal
 from tercet import hints
 from tercet.attention.config import NSAConfig
 from tercet.errors import UsageError
-from tercet.inference.arguments import check_empty
-from tercet.interop.options import attention_options, check_used
+from tercet.interop.options import attention_options, check_empty, check_used
 
 
 def hf(

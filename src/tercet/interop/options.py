@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, get_args
 
+from tercet.atomic_io import check_writable_folder
 from tercet.attention.config import NSAConfig
 from tercet.errors import UsageError
 from tercet.model.config import AttentionKind, ModelConfig
@@ -29,6 +31,13 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
 }
+
+
+def check_empty(out: Path) -> None:
+    """Raise if an output folder exists and is not empty, or cannot be written."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists and is not empty: choose another folder, or remove it")
+    check_writable_folder("OUT", out)
 
 
 def attention_options(attention: str, dense_below: int, selector: str | None) -> dict[str, Any]:

@@ -19,14 +19,13 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from tercet.errors import UsageError
-from tercet.inference.arguments import check_empty
 from tercet.inference.load import Dtype, LanguageModel, load_model, open_model
 from tercet.interop.huggingface.dense_weights import SELECTOR_WEIGHTS, selector_shapes
 from tercet.interop.huggingface.folder import CONFIG, INDEX, WEIGHTS, atomic_folder, check_folder, write_tensors
 from tercet.interop.huggingface.model import TercetConfig, TercetForCausalLM
 from tercet.interop.huggingface.rope import rope_parameters
 from tercet.interop.huggingface.tokenizer import as_transformers_tokenizer
-from tercet.interop.options import ARCHITECTURES, check_family
+from tercet.interop.options import ARCHITECTURES, check_empty, check_family
 from tercet.model.config import ModelConfig
 
 SHARD_BYTES = 4 << 30

@@ -24,7 +24,6 @@ from tercet.config.schema import RunConfig
 from tercet.errors import UsageError
 from tercet.inference.arguments import CONFIG as OUR_CONFIG
 from tercet.inference.arguments import WEIGHTS as OUR_WEIGHTS
-from tercet.inference.arguments import check_empty
 from tercet.interop.huggingface import dense_weights
 from tercet.interop.huggingface.folder import (
     CONFIG,
@@ -38,7 +37,7 @@ from tercet.interop.huggingface.folder import (
     write_tensors,
 )
 from tercet.interop.huggingface.tokenizer import BYTE_EOS
-from tercet.interop.options import BLOCK_SPARSE, DEFAULT_OPTIONS, attention_options
+from tercet.interop.options import BLOCK_SPARSE, DEFAULT_OPTIONS, attention_options, check_empty
 from tercet.model.config import ModelConfig
 from tercet.model.transformer import Transformer
 from tercet.parse import WRONG_VALUE, describe, first_problem, one_line_errors
