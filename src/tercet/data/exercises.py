@@ -134,22 +134,21 @@ class ExerciseWriter:
             return _plain(tokens, loss, offset, room)
         breaks = np.flatnonzero(self._ends_line[text]) + 1
         lead = "" if len(breaks) * LINE_REACH >= size else "\n"  # for text with few line breaks
-        lines = self._encode(write_lines(Draws(stream, offset), size), lead, size // LINE_SHARE)
-        used = min(room - sum(len(line) for _, line in lines), len(tokens) - offset)
+        placed = self._encode(write_lines(Draws(stream, offset), size), lead, size // LINE_SHARE)
+        lines = [line for _, line in placed]
+        added = sum(map(len, lines))
+        used = min(room - added, len(tokens) - offset)
         text = text[: used + 1]
         end = used - 1 if offset + used == len(tokens) else used  # the last token of a document is EOS: keep it last
-        places = np.array([round(at * end) for at, _ in lines], dtype=int)
+        places = np.array([round(at * end) for at, _ in placed], dtype=int)
         if not lead:
             places = line_starts(breaks[breaks <= end], places)
         if self._bytes:
             places = character_starts(text, places)
-        written = insert(text, places, [line for _, line in lines])
         mask = None
         if loss is not None:
-            mask = insert(
-                loss[offset : offset + used + 1], places, [np.ones(len(line), dtype=bool) for _, line in lines]
-            )
-        return Segment(written, mask, used + sum(len(line) for _, line in lines), used)
+            mask = insert(loss[offset : offset + used + 1], places, [np.ones(len(line), dtype=bool) for line in lines])
+        return Segment(insert(text, places, lines), mask, used + added, used)
 
     def _encode(self, items: list[list[Line]], lead: str, budget: int) -> list[tuple[float, np.ndarray]]:
         """The lines of the first items that take at most `budget` tokens together, in order of position."""

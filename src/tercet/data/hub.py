@@ -18,7 +18,7 @@ from typing import Any
 from tercet.data.files import FileSet, find_files
 from tercet.data.order import permutation
 from tercet.data.records import Record, make_record
-from tercet.data.stream import BadRecordError, DataError, DataUsageError
+from tercet.data.stream import BadRecordError, DataError, DataUsageError, first_line
 
 # The libraries retry a request for up to six minutes and log every attempt. So Tercet first sends one short request
 # without retries, and attaches what the libraries log to the error it leads to (shown with --debug).
@@ -217,11 +217,6 @@ def _warn_cached(model: str, name: str, revision: str, reason: str) -> None:
     _LOGGER.warning(
         "the hub cannot be reached (%s): using the cached %s of %s, revision %s", reason, name, model, revision
     )
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of a library's error message."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @contextmanager

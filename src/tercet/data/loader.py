@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -29,7 +29,7 @@ from tercet.data.packing import (
 )
 from tercet.data.prefetch import Prefetcher
 from tercet.data.sources import open_stream
-from tercet.data.stream import DataError, DataUsageError, DocumentStream
+from tercet.data.stream import DataError, DataUsageError, DocumentStream, Split
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.parse import one_line_errors
 
@@ -100,7 +100,7 @@ def build_loader(
     batch_sequences: int,
     rank: int = 0,
     world_size: int = 1,
-    split: Literal["train", "validation"] = "train",
+    split: Split = "train",
     state: dict[str, Any] | None = None,
     file_lists: Path | None = None,
     tokenizer: Tokenizer | None = None,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import codecs
 import gzip
 import io
-import re
 import shlex
 import tokenize
 import zlib
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-from tercet.data.stream import BadRecordError, DataError
+from tercet.data.stream import BadRecordError, DataError, first_line
 from tercet.parse import parse_json
 
 
@@ -147,7 +146,7 @@ def parquet_reader(text_field: str, prompt_field: str) -> Reader:
             file = arrow.parquet.ParquetFile(path)
         except (OSError, ValueError, arrow.ArrowException) as error:
             _raise_io_error(error)
-            yield 1, BadRecordError(str(path), "", f"is not a readable parquet file ({_first_line(error)})")
+            yield 1, BadRecordError(str(path), "", f"is not a readable parquet file ({first_line(error)})")
             return
         with file:
             if missing := [column for column in columns if column not in file.schema_arrow.names]:
@@ -168,7 +167,7 @@ def parquet_reader(text_field: str, prompt_field: str) -> Reader:
                                 yield index, make_record(text, prompt, prompt_field, str(path), index)
                 except (OSError, arrow.ArrowException) as error:
                     _raise_io_error(error)
-                    yield index + 1, BadRecordError(str(path), index + 1, f"cannot be read ({_first_line(error)})")
+                    yield index + 1, BadRecordError(str(path), index + 1, f"cannot be read ({first_line(error)})")
                     return
 
     return read
@@ -240,7 +239,3 @@ def _text_record(text: bytes, path: Path, index: int | str) -> Record | BadRecor
             return BadRecordError(str(path), index, "is UTF-16, not UTF-8")
         return BadRecordError(str(path), index, f"is not UTF-8 ({error.reason} at byte {error.start})")
     return Record(text)
-
-
-def _first_line(error: BaseException) -> str:
-    return re.split(r"[\r\n]", str(error).strip(), maxsplit=1)[0]

@@ -110,3 +110,8 @@ class BadRecordError(DataError):
         self.file, self.record, self.reason = file, record, reason
         where = f"record {record} of {file}" if record != "" else file
         super().__init__(f"{where}: {reason}: {fix}, or skip and count such records with --data.bad_records skip")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a library's error message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

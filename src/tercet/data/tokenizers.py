@@ -15,7 +15,7 @@ import numpy as np
 
 from tercet.config.data import looks_like_path
 from tercet.config.load import DEFAULT, Loaded
-from tercet.data.stream import DataError, DataUsageError
+from tercet.data.stream import DataError, DataUsageError, first_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -177,7 +177,7 @@ def load_tokenizer(spec: str, eos_token: str = "") -> Tokenizer:
             f"tokenizer={spec}: {path} does not exist: give --data.tokenizer a tokenizer.json, a folder with one, a "
             "hub name or byte, or train one with `tercet data train-tokenizer`"
         )
-    from tercet.data.hub import fetch_model_file, first_line, is_permanent
+    from tercet.data.hub import fetch_model_file, is_permanent
 
     try:
         fetched = fetch_model_file(spec, "tokenizer.json")
