@@ -52,8 +52,7 @@ def perplexity(
         seq_len: Tokens per sequence; default: as in training.
         batch: Sequences per batch.
     """
-    check_plot(plot)
-    _check_models(run, data_of)
+    _check_paths(run, data_of, plot)
     at_least_one(sequences=sequences, seq_len=seq_len, batch=batch)
     from tercet.inference.perplexity import by_position, held_out, overall, target_bytes
 
@@ -100,8 +99,7 @@ def context(
         last: Tokens to score at the end of each; default: the shortest length.
         sequences: Sequences to read, each from one document of at least the greatest length.
     """
-    check_plot(plot)
-    _check_models(run, data_of)
+    _check_paths(run, data_of, plot)
     at_least_one(sequences=sequences, last=last, lengths=min(lengths, default=None))
     from tercet.inference.perplexity import ContextLoss, loss_with_context, within_documents
 
@@ -156,8 +154,7 @@ def needle(
         seed: Random seed of the texts.
         batch: Texts per batch.
     """
-    check_plot(plot)
-    _check_models(run, data_of)
+    _check_paths(run, data_of, plot)
     at_least_one(trials=trials, batch=batch, lengths=min(lengths, default=None))
     check_depths(depths)
     from tercet.inference.needle import default_lengths, find_needles
@@ -206,8 +203,7 @@ def ruler(
         seed: Random seed of the questions.
         out: Write all results to this .json or .csv file.
     """
-    check_plot(plot)
-    _check_models(run, data_of)
+    _check_paths(run, data_of, plot)
     at_least_one(questions=questions, depths=depths, lengths=min(lengths, default=None))
     if out is not None:
         if out.suffix not in (".json", ".csv"):
@@ -411,7 +407,7 @@ def selections(
         layers: Number of layers to record, evenly spaced; default: 4, or all if there are fewer.
         kv_heads: Number of KV heads to record in each; default: all.
     """
-    _check_models(run, data_of)
+    _check_paths(run, data_of)
     check_writable("OUT", out)
     at_least_one(length=length, layers=layers, kv_heads=kv_heads)
     from tercet.inference import recorded_selections
@@ -428,7 +424,8 @@ def selections(
     return 0
 
 
-def _check_models(run: Path, data_of: Path | None) -> None:
+def _check_paths(run: Path, data_of: Path | None, plot: Path | None = None) -> None:
+    check_plot(plot)
     check_model(run)
     if data_of is not None:
         check_model(data_of)

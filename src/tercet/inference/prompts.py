@@ -31,8 +31,9 @@ def tokenize_prompts(prompts: Prompts, tokenizer: Tokenizer | None, vocab_size: 
     batch = [listed] if is_single(prompts) else list(listed)
     if not batch:
         raise PromptError("no prompt given: give at least one")
-    rows = [_tokenize(prompt, name, tokenizer) for prompt, name in zip(batch, _names(len(batch)), strict=True)]
-    for row, name in zip(rows, _names(len(batch)), strict=True):
+    names = _names(len(batch))
+    rows = [_tokenize(prompt, name, tokenizer) for prompt, name in zip(batch, names, strict=True)]
+    for row, name in zip(rows, names, strict=True):
         _check_tokens(row, name, vocab_size)
     return rows
 
