@@ -61,12 +61,12 @@ class ExerciseStream:
         try:
             while (document := pending or next(source, None)) is not None:
                 pending, group, length = None, [document], len(document.tokens)
-                number = counts["groups"]
+                stream = key(self._seed, counts["groups"], VERSION)
                 if length > LONG_DOCUMENT:
                     counts["read"] += length
                     counts["joined"] += round(self._share * length)
                     counts["groups"] += 1
-                    stream, after = key(self._seed, number, VERSION), {**document.cursor, "retrieval": dict(counts)}
+                    after = {**document.cursor, "retrieval": dict(counts)}
                     segment = partial(self._writer.maybe_segment, document.tokens, document.loss, stream, self._share)
                     yield document._replace(cursor=after, segment=segment)
                     continue
@@ -77,16 +77,14 @@ class ExerciseStream:
                     group.append(following)
                     length += len(following.tokens)
                 counts["read"] += length
-                if counts["next"]:
+                is_exercise = counts["next"] > 0
+                if is_exercise:
                     counts["joined"] += length
                     counts["groups"] += 1
                 due = counts["joined"] < self._share * counts["read"]
-                exercise, counts["next"] = counts["next"] > 0, self._group_length(counts["groups"]) if due else 0
+                counts["next"] = self._group_length(counts["groups"]) if due else 0
                 after = {**group[-1].cursor, "retrieval": dict(counts)}
-                if exercise:
-                    yield self._join(group, key(self._seed, number, VERSION), after)
-                else:
-                    yield document._replace(cursor=after)
+                yield self._join(group, stream, after) if is_exercise else document._replace(cursor=after)
         finally:
             source.close()
 

@@ -146,7 +146,8 @@ class _Packer:
             return None
         self._counts["sequences"] += packing.sequences
         cu_seqlens = np.array(sorted(set(bounds)), dtype=np.int32)
-        return PackedBatch(tokens, targets, cu_seqlens, self._state(), self._stats(), self._ends)
+        stats = LoaderStats(**counts_of(self._cursor), **self._counts, exercises=self._exercises)
+        return PackedBatch(tokens, targets, cu_seqlens, self._state(), stats, self._ends)
 
     def _fill(self, tokens: np.ndarray, targets: np.ndarray, bounds: list[int]) -> None:
         """Fill this rank's sequences. They are contiguous, so a long document is copied over several at once."""
@@ -221,9 +222,6 @@ class _Packer:
             **self._counts,
             **({"exercises": self._exercises} if self._exercises else {}),
         }
-
-    def _stats(self) -> LoaderStats:
-        return LoaderStats(**counts_of(self._cursor), **self._counts, exercises=self._exercises)
 
 
 def _copy(document: Document, offset: int, take: int, tokens: np.ndarray, targets: np.ndarray) -> None:
