@@ -2,7 +2,7 @@
 # Learning rates, optimizers, noise between seeds, and a production run. (Controls and seeds at `m7c`'s size:
 # scripts/retrieval.sh.)
 #
-#     bash scripts/evidence.sh seeds CORPUS RUNS SEED...                # tiny and tiny-dense on a CPU, one core each; RUNS/seeds.csv
+#     bash scripts/evidence.sh seeds CORPUS RUNS SEED...                # tiny and its dense baselines on a CPU, one core each; RUNS/seeds.csv
 #     bash scripts/evidence.sh rates KIND CORPUS RUNS [flags]           # a small model, three learning rates at once
 #     bash scripts/evidence.sh optimizers CORPUS RUNS [flags]           # m7c with AdamW, and with Muon at two learning rates, at once
 #     bash scripts/evidence.sh production CORPUS RUNS [flags]           # two-branch: SIGTERM at 30%, kill -9 at 65%; dense; report
@@ -76,20 +76,20 @@ seeds)
     corpus=$1 runs=$2
     shift 2
     data_flags
-    for seed in "$@"; do # two at a time
+    # dense-matched: as many parameters as tiny
+    declare -A presets=([nsa]=tiny [dense]=tiny-dense [dense-matched]="tiny-dense --model.ffn_dim 522")
+    for seed in "$@"; do
         jobs=()
-        for preset in tiny tiny-dense; do
-            "$python" -m tercet train --preset "$preset" --run.seed "$seed" --run.dir "$runs/$preset-$seed" \
+        for kind in "${!presets[@]}"; do
+            # shellcheck disable=SC2086
+            "$python" -m tercet train --preset ${presets[$kind]} --run.seed "$seed" --run.dir "$runs/$kind-$seed" \
                 --run.device cpu --run.threads 1 "${data[@]}" --data.shuffle_sequences 4096 --train.steps 800 \
                 --train.val_every 0 --train.val_tokens 131072 --train.lr "${LR:-3e-3}" &
             jobs+=($!)
         done
         wait_for "${jobs[@]}"
-    done
-    for seed in "$@"; do
-        for kind in nsa dense; do
-            preset=tiny-$kind
-            echo "$(basename "$corpus"),$kind,$seed,${LR:-3e-3},800,$(last_loss "$runs/${preset%-nsa}-$seed")" | tee -a "$runs/seeds.csv"
+        for kind in "${!presets[@]}"; do
+            echo "$(basename "$corpus"),$kind,$seed,${LR:-3e-3},800,$(last_loss "$runs/$kind-$seed")" | tee -a "$runs/seeds.csv"
         done
     done
     ;;
