@@ -186,7 +186,7 @@ def tiny_seeds() -> str:
         ratios = [one / base for one, base in zip(*losses_of, strict=True)]
         spread = statistics.stdev(ratios)
         empty = [""] * (TINY_SEEDS - len(seeds))
-        for values in losses_of[corpus in shown :]:
+        for values in losses_of[1:] if corpus in shown else losses_of:  # NSA's column once per corpus
             columns.append([*(f"{loss:.3f}" for loss in values), *empty, f"{statistics.fmean(values):.3f}", ""])
         shown.add(corpus)
         mean, error = f"**{change(statistics.fmean(ratios))}**", f"{spread:.1%} ({spread / len(ratios) ** 0.5:.2%})"
@@ -205,9 +205,11 @@ PRODUCTION_RUNS = {"two-branch": "production", "dense": "production-dense"}
 
 def production_losses() -> str:
     """Held-out loss at each quarter of the run."""
-    records = {name: {"rows": read_csv(PRODUCTION / f"{run}-validation.csv")} for name, run in PRODUCTION_RUNS.items()}
-    for record in records.values():
-        record["rows"] = [row for at, row in enumerate(record["rows"], 1) if at % (len(record["rows"]) // 4) == 0]
+    records = {}
+    for name, run in PRODUCTION_RUNS.items():
+        rows = read_csv(PRODUCTION / f"{run}-validation.csv")
+        quarter = len(rows) // 4
+        records[name] = {"rows": rows[quarter - 1 :: quarter]}
     return by_step(records)
 
 

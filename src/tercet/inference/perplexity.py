@@ -93,7 +93,7 @@ def by_position(model: LanguageModel, batches: Iterable[Batch]) -> list[Position
 
 
 def _without_padding(batch: Batch) -> Batch:
-    """If the first sequence holds the whole text: that sequence, up to the end of the text."""
+    """Cut the batch to its text, if all of it is in the first sequence. Other batches are unchanged."""
     count, bounds = batch.stats.tokens, batch.cu_seqlens
     if count >= batch.tokens.shape[1]:
         return batch

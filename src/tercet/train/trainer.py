@@ -242,7 +242,7 @@ class Trainer:
         if self.forked:
             self._save()  # so that this folder can be resumed without the other run
         elif 0 < state.step < steps and _due(state.step, self.config.train.val_every):
-            self._validate()  # if it was interrupted
+            self._validate()  # only if it was interrupted: what is logged is not repeated
         while state.step < steps:
             batches, error = self._next_batches()
             self.beat.at(state.step + 1, "waiting for other ranks")
@@ -452,8 +452,8 @@ class Trainer:
         )
 
     def _stops_validation(self) -> bool:
-        """A signal ends a validation, which a resumed run repeats; not at the end of a stage, where it starts the next
-        one."""
+        """Whether a signal ends the validation, which the resumed run repeats. At the end of a stage it is completed,
+        because a run resumed there begins with the next stage."""
         return not self.stages.is_over and self.strategy.any_rank(self.stop.signal is not None)
 
     def _validating(self, batch: int = 0) -> None:
