@@ -52,9 +52,9 @@ PARTS = {
     "shapes": Part(shapes.shapes, 200, shapes.warmups, shapes.compile_family),
     "large": Part(steps.large, 250, steps.large_warmups),
     "kernels": Part(profiles.kernels, 90, train.warmups),
-    "blocks": Part(steps.blocks, 100, steps.blocks_warmups),
+    "blocks": Part(steps.blocks, 170, steps.blocks_warmups),
     "fp8": Part(fp8.fp8, 40, fp8.warmups, fp8.compile_casts),
-    "batches": Part(steps.batches, 50, steps.batches_warmups),
+    "batches": Part(steps.batches, 100, steps.batches_warmups),
     "million": Part(steps.million, 80),
 }
 # what every run should measure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,9 @@ def test_settings_of_the_selected_branch_follow_from_dtype_and_sizes() -> None:
 
     assert found(64, 64, torch.float32, 64) == "float32"
     assert found(64, 64, torch.bfloat16, 64) == "head ≤ 64"
-    assert found(64, 64, torch.bfloat16, 128) == "head > 128 or select_block > 64"
-    assert found(192, 128, torch.bfloat16, 64) == "head > 128 or select_block > 64"
+    assert found(64, 64, torch.bfloat16, 128) == "select_block > 64"
+    assert found(192, 128, torch.bfloat16, 64) == "head > 128, select_block ≤ 64"
+    assert found(128, 128, torch.bfloat16, 128) == "select_block > 64"
     assert found(96, 128, torch.bfloat16, 64) == "head ≤ 128"
 
 
@@ -81,20 +83,20 @@ A6000, A100, H200 = 99 * 1024, 163 * 1024, 227 * 1024
 @pytest.mark.parametrize(
     ("sizes", "dtype", "block", "rows"),
     [
-        # rows per tile with 99, 163 and 227 KiB of shared memory; 0: not even the smallest tiles fit
-        ((64, 64), torch.bfloat16, 64, (64, 64, 64)),
-        ((128, 128), torch.bfloat16, 64, (64, 64, 64)),
-        ((192, 128), torch.bfloat16, 64, (32, 64, 64)),
-        ((256, 256), torch.float16, 64, (16, 64, 64)),
-        ((128, 128), torch.bfloat16, 128, (32, 64, 64)),
-        ((256, 256), torch.bfloat16, 128, (0, 16, 64)),
-        ((128, 128), torch.float32, 64, (16, 32, 32)),
-        ((192, 128), torch.float32, 64, (0, 32, 32)),
-        ((256, 256), torch.float32, 128, (0, 0, 0)),
+        # rows per tile with 99, 163 and 227 KiB of shared memory, and with dQ; 0: not even the smallest tiles fit
+        ((64, 64), torch.bfloat16, 64, ((64, 64), (64, 64), (64, 64))),
+        ((128, 128), torch.bfloat16, 64, ((64, 32), (64, 64), (64, 64))),
+        ((192, 128), torch.bfloat16, 64, ((32, 16), (64, 32), (64, 64))),
+        ((256, 256), torch.float16, 64, ((16, 0), (64, 32), (64, 64))),
+        ((128, 128), torch.bfloat16, 128, ((32, 16), (64, 64), (64, 64))),
+        ((256, 256), torch.bfloat16, 128, ((0, 0), (16, 0), (64, 32))),
+        ((128, 128), torch.float32, 64, ((16, 16), (32, 32), (32, 32))),
+        ((192, 128), torch.float32, 64, ((0, 0), (32, 16), (32, 32))),
+        ((256, 256), torch.float32, 128, ((0, 0), (0, 0), (0, 0))),
     ],
 )
 def test_tiles_of_the_selected_branch_fit_the_gpu_or_are_refused(sizes, dtype, block, rows) -> None:
-    for shared, most in zip((A6000, A100, H200), rows, strict=True):
+    for shared, (most, with_dq) in zip((A6000, A100, H200), rows, strict=True):
         reason = table.too_large(shared, dtype, *sizes, block)
         assert (reason is None) == (most > 0)
         if reason is not None:
@@ -102,8 +104,11 @@ def test_tiles_of_the_selected_branch_fit_the_gpu_or_are_refused(sizes, dtype, b
             assert f"has {shared // 1024}" in reason
             continue
         settings = table.selected_settings(*sizes, dtype, block, shared)
-        assert (settings.tile_rows, settings.dkv_rows, settings.dkv_dq_rows, settings.kv_forward_rows) == (most,) * 4
+        assert (settings.tile_rows, settings.dkv_rows, settings.kv_forward_rows) == (most,) * 3
         assert table.selected_bytes(most, *sizes, dtype, block) <= shared
+        # without room for dQ, the KV-major design, which computes it with dK and dV, is never chosen
+        assert math.isinf(settings.backward_limit) == math.isinf(settings.forward_limit) == (with_dq == 0)
+        assert settings.dkv_dq_rows == (with_dq or table.FEWEST_ROWS)
 
 
 def test_a_call_too_large_for_the_gpu_is_refused_by_name(monkeypatch) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tercet.attention import checks, reference
 from tercet.attention.config import NSAConfig
 from tercet.attention.dense import dense_attention, dense_route, masked_attention
-from tercet.attention.dispatch import Route, choose_backend
+from tercet.attention.dispatch import Route, choose_backend, without_autocast
 from tercet.attention.functional import AttentionAux
 from tercet.attention.layout import (
     WHOLE,
@@ -129,7 +129,7 @@ def run_block_sparse(
     route = _route(q, k, v, config, backend, why_no_query_range(span, packing, ("selected",)))
     longest = packing.max_seqlen if packing is not None else span.first_query + q.shape[1]
     every = longest <= reads_all_below(config, dense_below) and span is WHOLE and block_indices is None
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         if block_indices is None and (select or not every):
             if selector is None:
                 block_keys = pool_keys(k, config, packing) if block_keys is None else block_keys
@@ -158,7 +158,7 @@ def select_by_keys(
 ) -> Tensor:
     """block_indices of queries q by the scores of `keys`, one per compressed token of the whole sequence."""
     route = _route(q, keys, keys, config, backend)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         return _select(q, keys, config, packing, span, route[0])
 
 

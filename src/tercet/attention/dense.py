@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tercet.attention.dispatch import without_autocast
 from tercet.attention.layout import WHOLE, Packing, Span
 from tercet.attention.tiling import Tile, segments, tiled_attention
 
@@ -129,5 +130,5 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None = 
                 mask = segment.mask_documents(s <= t[:, None], (first, end), (start, end))
                 yield Tile(segment.queries(first, end), segment.keys(start, end), t, mask)
 
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         return tiled_attention(q, k, v, tiles)

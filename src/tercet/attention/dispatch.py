@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
+
+import torch
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting
@@ -75,6 +78,13 @@ def why_not_triton(tensors: dict[str, Any], config: NSAConfig) -> str | None:
     from tercet.attention import kernels
 
     return kernels.unsupported(**tensors, config=config)
+
+
+def without_autocast(device: str) -> AbstractContextManager[None]:
+    """Autocast off. Does nothing if it is off already: entering the context takes as long as two launches."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 @lru_cache(maxsize=64)

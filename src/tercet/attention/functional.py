@@ -7,7 +7,6 @@ q and k are already rotated: the operator does not apply RoPE.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 
 from tercet.attention import checks, reference
 from tercet.attention.config import BRANCHES, NSAConfig, check_branches
-from tercet.attention.dispatch import Route, choose_backend
+from tercet.attention.dispatch import Route, choose_backend, without_autocast
 from tercet.attention.layout import (
     WHOLE,
     Buckets,
@@ -155,7 +154,7 @@ def run_nsa(
             _checked[shapes] = route
     if selector is not None and chooses:
         block_indices = choose_blocks(*selector, config=config, packing=packing, span=span, backend=route[0])
-    with _without_autocast(inputs.q.device.type):
+    with without_autocast(inputs.q.device.type):
         if route[0] == "triton":
             from tercet.attention import kernels
 
@@ -185,7 +184,7 @@ def run_window(
         checks.check_span(q, k, "window", span, config, packing)
     checks.check_keys(q, k, v, "window", q.shape[1] if span is WHOLE else None)
     route = choose_backend(backend, {"q": q, "k_selected": k, "v_selected": v}, config)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         if route[0] == "triton":
             from tercet.attention import kernels
 
@@ -208,13 +207,6 @@ def _shapes(given: tuple[Tensor | None, ...], config: NSAConfig, branches: tuple
     if not all(x is None or (isinstance(x, Tensor) and x.is_cuda) for x in given):
         return None
     return config, branches, backend, tuple([None if x is None else (x.shape, x.dtype, x.device) for x in given])
-
-
-def _without_autocast(device: str) -> AbstractContextManager[None]:
-    """Autocast off. Does nothing if it is off already: entering the context takes as long as two launches."""
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
 
 
 def _without_gates(inputs: NSAInputs) -> dict[str, Tensor | None]:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from tercet.attention import checks, reference
 from tercet.attention.config import NSAConfig
-from tercet.attention.dispatch import choose_backend
+from tercet.attention.dispatch import choose_backend, without_autocast
 from tercet.attention.hardware import kernels_run_on
 from tercet.attention.layout import (
     WHOLE,
@@ -39,7 +38,7 @@ def choose_blocks(
     queries, keys = queries.detach(), keys.detach()
     tensors = {"q": queries, "k_selected": keys, "v_selected": keys}
     backend, _ = choose_backend(backend, tensors, config, why_no_query_range(span, packing, ("selected",)))
-    with torch.autocast(queries.device.type, enabled=False):
+    with without_autocast(queries.device.type):
         if backend == "triton":
             from tercet.attention import kernels
 
@@ -70,7 +69,7 @@ def block_lse(
     """`reference.block_lse`, on the kernels where they run; with gradients for one query head per group."""
     size = q.shape[-1]
     fits = size <= _MOST_CHANNELS and block * size * q.element_size() <= _BLOCK_BYTES
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         if backend == "reference" or not fits or not kernels_run_on(q):
             return reference.block_lse(q, k, row, position, blocks, block)
         from tercet.attention.kernels import block_lse as kernels

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tercet.attention import checks, reference
 from tercet.attention.config import NSAConfig
+from tercet.attention.dispatch import without_autocast
 from tercet.attention.layout import Packing, keep_selection
 
 
@@ -49,7 +50,7 @@ def compressed_attention(
     With return_scores, (out, scores [B, T, G, blocks]): the importance of Eq. 10, which takes T²/l' memory.
     """
     packing = _check(q, k_compressed, v_compressed, "compressed", config, cu_seqlens)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         out, indices, scores = reference.compressed_attention(
             q, k_compressed, v_compressed, config, packing, want_indices=not return_scores, want_scores=return_scores
         )
@@ -88,14 +89,14 @@ def selected_attention(
     """The selected branch (Eq. 12) over given blocks [B, T, G, n]; blocks after a query's own are not read."""
     packing = _check(q, k, v, "selected", config, cu_seqlens)
     checks.check_block_indices(block_indices, q, k.shape[2], config)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         return reference.selected_attention(q, k, v, block_indices, config, packing)
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, *, config: NSAConfig, cu_seqlens: Tensor | None = None) -> Tensor:
     """The window branch: the last w tokens, including the current one."""
     packing = _check(q, k, v, "window", config, cu_seqlens)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         return reference.window_attention(q, k, v, config, packing)
 
 

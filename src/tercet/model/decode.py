@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.dispatch import REQUESTED, cannot_run
+from tercet.attention.dispatch import REQUESTED, cannot_run, without_autocast
 from tercet.attention.functional import NSAInputs, run_nsa, run_window
 from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting
 from tercet.attention.layout import Span
@@ -45,6 +45,8 @@ _FUSED_BYTES = 8 << 20
 def why_not_kernels(layer: AttentionLayer, x: Tensor, cache: NSACache, lengths: Tensor | None) -> str | None:
     """Why the kernels cannot run the tokens x after the cache; None if they can. Raises if backend="triton" was asked
     for, unless the cache is empty: the whole-sequence operator then decides."""
+    if cache.is_empty and x.shape[1] > 1:
+        return None  # at once: a prompt waits for the host
     if layer.backend == "reference":
         return REQUESTED
     if layer.chooses_randomly():
@@ -348,7 +350,7 @@ def cached_dense_attention(q: Tensor, cache: DenseCache, new: NewTokens) -> Tens
 
         # aligned to the lower right: the last query sees every key
         bias = causal_lower_right(width, k.shape[1])
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device.type):
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias, enable_gqa=True
             )
@@ -377,7 +379,7 @@ def in_chunks(
     selection must not be computed in half precision. per_query: numbers that a query needs, see `query_chunks`.
     """
     outs, reads = [], []
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         for part in query_chunks(q.shape[1], q.shape[0] * per_query):
             rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * q.shape[-1] ** -0.5
             out, read = attend(rows, part)

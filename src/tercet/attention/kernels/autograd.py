@@ -5,7 +5,8 @@ before it run under no_grad. So the backward folds the gates in, adds up dq once
 a branch's output.
 
 The ops are called through the dispatcher only under torch.compile or a dispatch mode, such as a checkpointing policy.
-Otherwise their bodies are called directly, since the dispatcher costs more than the kernels on short sequences.
+Otherwise their bodies are called directly, since the dispatcher costs more than the kernels on short sequences; under
+no_grad without an autograd.Function, for the same reason.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.attention.first_order import first_order
+from tercet.attention.kernels.custom_op import must_dispatch
 from tercet.attention.kernels.ops import (
     GRADIENTS,
     KEPT,
@@ -212,7 +214,7 @@ def nsa(
         kw = vw = None
     if ops is _Direct:
         x = Tensors(q, kc, vc, ks, vs, kw, vw, gates, None, None, block_indices, cu_seqlens, ccu)
-        out, selection = _Attend.apply(*x, *numbers, compressed, choose)
+        out, selection = _attend(x, numbers, compressed, choose)
         return out if output is None else project(out, *output), selection if choose else block_indices
     o_c = lse_c = None
     traced = output is not None and torch.compiler.is_compiling()
@@ -265,15 +267,23 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, layout: Ke
 def _attend_alone(x: Tensors, config: NSAConfig, layout: KernelLayout) -> Tensor:
     ops, numbers = _call(config, layout)
     if ops is _Direct:
-        return _Attend.apply(*x, *numbers, False, False)[0]
+        return _attend(x, numbers, False, False)[0]
     return ops.nsa_attend(*x, *numbers)[0]
+
+
+def _attend(x: Tensors, numbers: tuple, compressed: bool, choose: bool) -> tuple[Tensor, Tensor | None]:
+    """(output, the selection) without the dispatcher."""
+    if torch.is_grad_enabled():
+        return _Attend.apply(*x, *numbers, compressed, choose)
+    x, found = run_stages(x, Numbers(*numbers), compressed, choose)
+    return found.out, x.block_indices
 
 
 def _call(config: NSAConfig, layout: KernelLayout) -> tuple[Any, tuple[Any, list[int], int | None]]:
     """The ops to call, and their Numbers."""
-    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    ops = torch.ops.tercet if watched else _Direct
-    return ops, (sizes_of(config) if watched else config, list(layout.span), layout.max_seqlen)
+    dispatch = must_dispatch()
+    ops = torch.ops.tercet if dispatch else _Direct
+    return ops, (sizes_of(config) if dispatch else config, list(layout.span), layout.max_seqlen)
 
 
 def _compressed_bounds(layout: KernelLayout, config: NSAConfig, ops: Any) -> Tensor | None:

@@ -46,6 +46,12 @@ def operator(fake: Callable[..., Any], schema: str | None = None) -> Callable[[_
     return register
 
 
+def must_dispatch() -> bool:
+    """Whether PyTorch must see the ops, because it traces the call or a dispatch mode is active. Otherwise a caller may
+    call their bodies, which takes less time."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def _check_no_gradients(name: str, arguments: tuple[Any, ...]) -> None:
     for place, given in enumerate(arguments):
         for x in given if isinstance(given, list | tuple) else (given,):

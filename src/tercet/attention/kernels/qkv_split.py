@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.first_order import first_order
-from tercet.attention.kernels.custom_op import operator
+from tercet.attention.kernels.custom_op import must_dispatch, operator
 from tercet.attention.kernels.launch import call, power_of_2
 
 # In place of a number of key sets: selected and window keys and values, and nothing for the compressed branch
@@ -330,11 +330,7 @@ class _Split(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, cos, sin, there, is_there, back, is_back, sizes: list[int]) -> tuple[Tensor, ...]:
         ctx.sizes = sizes
         ctx.save_for_backward(cos, sin, back, is_back)
-        parts = torch.ops.tercet.heads_apart(y, cos, sin, there, is_there, sizes)
-        if sizes[4] == 1:
-            q, k, v, chunks, logits = parts
-            parts = [q, k, v, k.view_as(k), v.view_as(v), chunks, logits]
-        return tuple(parts)
+        return _seven(torch.ops.tercet.heads_apart(y, cos, sin, there, is_there, sizes))
 
     @staticmethod
     @first_order
@@ -342,9 +338,18 @@ class _Split(torch.autograd.Function):
         return torch.ops.tercet.heads_together(list(grads), *ctx.saved_tensors, ctx.sizes), *(None,) * 7
 
 
+def _seven(parts: list[Tensor]) -> tuple[Tensor, ...]:
+    if len(parts) == 7:
+        return tuple(parts)
+    q, k, v, chunks, logits = parts
+    return q, k, v, k.view_as(k), v.view_as(v), chunks, logits
+
+
 def split_qkv(
     y: Tensor, rope: tuple[Tensor, Tensor], maps: Sequence[Tensor | None], sizes: list[int]
 ) -> tuple[Tensor, ...]:
     """(q, ks, vs, kw, vw, chunks, logits) of a projection y. rope: cos, sin; maps: there, is_there, back, is_back."""
-    found: tuple[Tensor, ...] = _Split.apply(y, *rope, *maps, sizes)
-    return found
+    if torch.is_grad_enabled() or must_dispatch():
+        found: tuple[Tensor, ...] = _Split.apply(y, *rope, *maps, sizes)
+        return found
+    return _seven(heads_apart(y, *rope, *maps[:2], sizes))

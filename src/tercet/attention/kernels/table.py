@@ -10,6 +10,7 @@ its two designs runs then depends on the selection itself (selected/__init__.py)
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -102,19 +103,20 @@ TABLE: tuple[Row, ...] = (
     # Hopper and Blackwell, in Triton
     Row(FORWARD, "", (9, 10), (64,), Launch(stages=2, tma=True)),
     Row(FORWARD, "", (9, 10), (128,), Launch(stages=3, tma=True)),
-    Row(FORWARD, "", (9, 10), (256,), Launch()),
+    Row(FORWARD, "", (9, 10), (256,), Launch(keys=32, stages=3)),
     Row(("score",), "", (9, 10), (64,), Launch(stages=2, tma=True, held=6, registers=168)),
     Row(("score",), "", (9, 10), (128,), Launch(stages=2, tma=True)),
-    Row(("score",), "", (9, 10), (256,), Launch(stages=2)),
+    Row(("score",), "", (9, 10), (256,), Launch(stages=1)),
     Row(("token_score",), "", (9, 10), (64,), Launch(keys=256, stages=3, tma=True)),
     Row(("token_score",), "", (9, 10), (128, 256), Launch(keys=128, tma=True)),
     Row(("query_gradient",), "", (9, 10), (64,), Launch(stages=2, tma=True, registers=128)),
     Row(("query_gradient",), "", (9, 10), (128,), Launch(stages=2, tma=True)),
-    Row(("query_gradient",), "", (9, 10), (256,), Launch(warps=8, stages=1)),
+    Row(("query_gradient",), "", (9, 10), (256,), Launch(keys=32)),
     Row(("compressed_key_gradients",), "", (9, 10), (64,), Launch(stages=3, tma=True, parts=48)),
     Row(("window_key_gradients",), "", (9, 10), (64,), Launch(rows=32, stages=3, tma=True)),
     Row(DKV, "", (9, 10), (128,), Launch(rows=32, stages=3, tma=True)),
-    Row(DKV, "", (9, 10), (256,), Launch(rows=32, warps=8, stages=1)),
+    Row(("compressed_key_gradients",), "", (9, 10), (256,), Launch(keys=32, parts=48)),
+    Row(("window_key_gradients",), "", (9, 10), (256,), Launch(keys=32)),
     # Ampere and the rest: no TMA, and as little as 99 KiB of shared memory (sm_86, sm_89, sm_120). Conservative;
     # compiled in the tests, never timed.
     Row(ALL, "", (), (64, 128), Launch()),
@@ -186,7 +188,8 @@ class SelectedSettings:
     dkv_transposed: bool = False  # dK/dV without dQ computes Sᵀ (kv_major.dkv_transposed)
     segment_rows: int = 2048  # most rows per piece
     # both
-    warps: int = 4
+    forward_warps: int = 4
+    backward_warps: int = 4
     gluon: bool = True  # use hopper/selected_dkv.py where it takes the call
     tma: bool = True  # load K and V with TMA, where the device has it and strides allow it
     # KV-major runs where a tile list has more blocks on average than this multiple of select_count
@@ -203,7 +206,16 @@ SELECTED: tuple[tuple[str, SelectedSettings], ...] = (
             tile_rows=32, kv_forward_rows=32, dkv_rows=32, dkv_dq_rows=32, forward_stages=1, dq_stages=1, dkv_stages=1
         ),
     ),
-    ("head > 128 or select_block > 64", SelectedSettings(warps=8, forward_stages=2, dq_stages=1, dkv_stages=1)),
+    (
+        "head > 128, select_block ≤ 64",
+        SelectedSettings(
+            forward_stages=1, kv_forward_stages=2, backward_warps=8, dq_stages=1, dkv_stages=1, backward_limit=1.6
+        ),
+    ),
+    (
+        "select_block > 64",
+        SelectedSettings(forward_warps=8, backward_warps=8, forward_stages=2, dq_stages=1, dkv_stages=1),
+    ),
     (
         "head ≤ 64",
         SelectedSettings(
@@ -232,24 +244,33 @@ def selected_settings(
     """`shared`: bytes that one program may use. With less than Hopper's, tiles have fewer rows where they must."""
     holds = {
         "float32": dtype == torch.float32,
-        "head > 128 or select_block > 64": max(dk, dv) > 128 or select_block > 64,
+        "head > 128, select_block ≤ 64": max(dk, dv) > 128 and select_block <= 64,
+        "select_block > 64": select_block > 64,
         "head ≤ 64": max(dk, dv) <= 64,
         "head = 128, select_block = 64": dk == dv == 128 and select_block == 64,
         "head ≤ 128": True,
     }
     settings = next(settings for condition, settings in SELECTED if holds[condition])
-    rows = settings.tile_rows
-    while rows > FEWEST_ROWS and selected_bytes(rows, dk, dv, dtype, select_block) > shared:
+    sizes = (dk, dv, dtype, select_block)
+    rows = dq_rows = settings.tile_rows
+    while rows > FEWEST_ROWS and selected_bytes(rows, *sizes) > shared:
         rows //= 2
-    if rows == settings.tile_rows:
-        return settings
-    return replace(settings, tile_rows=rows, kv_forward_rows=rows, dkv_rows=rows, dkv_dq_rows=rows)
+    while dq_rows > FEWEST_ROWS and selected_bytes(dq_rows, *sizes, with_dq=True) > shared:
+        dq_rows //= 2
+    if rows < settings.tile_rows:
+        settings = replace(settings, tile_rows=rows, kv_forward_rows=rows, dkv_rows=rows)
+    if dq_rows < settings.dkv_dq_rows:
+        settings = replace(settings, dkv_dq_rows=dq_rows)
+    if selected_bytes(dq_rows, *sizes, with_dq=True) > shared:
+        return replace(settings, forward_limit=math.inf, backward_limit=math.inf)  # the query-major design needs less
+    return settings
 
 
-def selected_bytes(rows: int, dk: int, dv: int, dtype: torch.dtype, select_block: int) -> int:
+def selected_bytes(rows: int, dk: int, dv: int, dtype: torch.dtype, select_block: int, *, with_dq: bool = False) -> int:
     """Upper bound on the shared memory of the selected branch's backward, which takes the most: queries and their
-    gradients, a block's keys and values, and scores in float32."""
-    return (rows + select_block) * (padded(dk) + padded(dv)) * dtype.itemsize + rows * select_block * 4
+    gradients, a block's keys and values, scores in float32 and, `with_dq`, dQ in float32 (KV-major design)."""
+    tiles = (rows + select_block) * (padded(dk) + padded(dv)) * dtype.itemsize
+    return tiles + rows * select_block * 4 + with_dq * rows * padded(dk) * 4
 
 
 # ------------------------------------------------------------ decode

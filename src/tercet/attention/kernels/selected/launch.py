@@ -213,7 +213,9 @@ def selected_forward(
         c.query_range,
     )  # fmt: skip
     grid = (p.tiles, p.G, p.head_tiles)
-    c.launch(query_major.query_major_forward, grid, args, **_options(s.warps, s.forward_stages, s.forward_registers))
+    c.launch(
+        query_major.query_major_forward, grid, args, **_options(s.forward_warps, s.forward_stages, s.forward_registers)
+    )
     if p.query_major_forward_only:
         return o, lse, saved
     rows = min(p.range_tokens, p.N) * p.G * p.n * p.h
@@ -239,7 +241,7 @@ def selected_forward(
                 q, k, v, *tables, p.L, p.T, scale, *c.strides, p.G, p.h, p.kv_head_tile,
                 s.kv_forward_rows // p.kv_head_tile, s.kv_forward_rows, *sizes, p.segment, wide,
             )  # fmt: skip
-            c.launch(kv_major.kv_major_forward, grid, args, num_warps=s.warps, num_stages=s.kv_forward_stages)
+            c.launch(kv_major.kv_major_forward, grid, args, num_warps=s.forward_warps, num_stages=s.kv_forward_stages)
         total = (end - begin) * p.G
         args = (
             partial, partial_lse, saved.spans, decision, o, lse, r, begin, total, p.G, p.h, p.n, p.dv, padded(p.dv),
@@ -285,7 +287,9 @@ def selected_backward(
         c.query_range,
     )  # fmt: skip
     grid = (p.tiles, p.G, p.head_tiles)
-    c.launch(query_major.query_major_dq, grid, args, gated, add, **_options(s.warps, s.dq_stages, s.dq_registers))
+    c.launch(
+        query_major.query_major_dq, grid, args, gated, add, **_options(s.backward_warps, s.dq_stages, s.dq_registers)
+    )
     sums = c.empty(p.slots + p.G * p.L, p.kv_head_tiles, p.select_block, p.dk + p.dv, dtype=torch.float32)
     partial = dq if p.query_major_only else c.empty(min(p.range_tokens, p.N) * p.G * p.n * p.h, p.dk, dtype=q.dtype)
     heads, pairs = _sum_tile(p.h)
@@ -313,7 +317,14 @@ def selected_backward(
                     q, k, v, dout, records, *tables, sums, *where, *c.strides[:12], p.G, p.h, p.kv_head_tile,
                     s.dkv_rows, p.n, *sizes, p.segment, wide, not p.query_major_only, c.query_range,
                 )  # fmt: skip
-                c.launch(kv_major.kv_major_dkv_transposed, grid, args, wide, num_warps=s.warps, num_stages=s.dkv_stages)
+                c.launch(
+                    kv_major.kv_major_dkv_transposed,
+                    grid,
+                    args,
+                    wide,
+                    num_warps=s.backward_warps,
+                    num_stages=s.dkv_stages,
+                )
             else:
                 rows, stages = (s.dkv_dq_rows, s.dkv_dq_stages) if with_dq else (s.dkv_rows, s.dkv_stages)
                 args = (
@@ -321,7 +332,16 @@ def selected_backward(
                     p.kv_head_tile, rows // p.kv_head_tile, rows, p.n, *sizes, p.segment, wide, not p.query_major_only,
                     with_dq, gated, c.query_range,
                 )  # fmt: skip
-                c.launch(kv_major.kv_major_dkv, grid, args, with_dq, gated, wide, num_warps=s.warps, num_stages=stages)
+                c.launch(
+                    kv_major.kv_major_dkv,
+                    grid,
+                    args,
+                    with_dq,
+                    gated,
+                    wide,
+                    num_warps=s.backward_warps,
+                    num_stages=stages,
+                )
         if not p.query_major_only:
             total = (end - begin) * p.G
             args = (
