@@ -232,11 +232,25 @@ def production_positions() -> str:
     return by_context(records, first=8)
 
 
+# Optimizers
+
+
+def optimizers() -> str:
+    """Held-out loss of Muon at two learning rates, and of AdamW."""
+    names = {"Muon, 3e-3": "muon-3e-3", "Muon, 1e-3": "muon-1e-3", "AdamW": "adamw"}
+    records = {}
+    for name, run in names.items():
+        rows = read_csv(FOLDER / f"optimizers-{run}.csv")
+        records[name] = {"rows": [row for row in rows if int(row["step"]) % 100 == 0]}
+    return by_step(records)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "evidence-losses": all_losses,
     "evidence-time": equal_time,
     "evidence-positions": positions,
     "evidence-retrieval": retrieval,
+    "evidence-optimizers": optimizers,
     "production-losses": production_losses,
     "production-time": production_time,
     "production-positions": production_positions,

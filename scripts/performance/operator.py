@@ -115,14 +115,14 @@ def _cliffs(found: Sequence[Row]) -> str:
         return paragraph(
             f"{first_line}No cell is more than {TOO_FAR:.0%} off what its neighbours in length and head size predict."
         )
-    axes = (("by_length", "length"), ("by_head", "head size"))
-    cells = (
-        f"- {row['heads']}/{row['kv_heads']}, head {row['head']}, {row['length']:,} tokens: "
-        + ", ".join(f"{row[key]:+.0%} by {axis}" for key, axis in axes if row[key] is not None)
-        for row in off
-    )
-    about = f"{first_line}More than {TOO_FAR:.0%} off what the neighbours in length or head size predict:"
-    return paragraph(about) + "\n\n" + "\n".join(cells)
+    groups = []
+    for key, axis in (("by_length", "length"), ("by_head", "head size")):
+        for head in sorted({row["head"] for row in off}):
+            here = [row[key] for row in off if row["head"] == head and abs(row[key] or 0) > TOO_FAR]
+            if here:
+                cells = f"{len(here)} cell{'s' * (len(here) > 1)} with head {head}"
+                groups.append(f"{cells}, by {min(here):+.0%} to {max(here):+.0%} in {axis}")
+    return paragraph(f"{first_line}More than {TOO_FAR:.0%} off what the neighbours predict: {'; '.join(groups)}.")
 
 
 def operator_kernels() -> str:
