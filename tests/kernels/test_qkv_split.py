@@ -116,6 +116,16 @@ def test_a_fused_prefill_equals_two_chunks_on_the_reference(shared: dict[str, An
         torch.testing.assert_close(store[:, :-1], chunked._stores[name][:, :-1], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("shared", SHARED, ids=str)
+def test_a_layer_without_gradients_gives_the_same_bits(shared: dict[str, Any]) -> None:
+    layer, x = make(**shared), torch.randn(2, 40, 24)
+    wanted = layer(x)
+    assert wanted.requires_grad
+    with torch.no_grad():
+        found = layer(x)
+    assert torch.equal(found, wanted)
+
+
 def test_keys_that_two_branches_read_are_projected_once() -> None:
     x, flops = torch.randn(1, 10, 24, requires_grad=True), {}
     for tied in (False, True):
