@@ -77,6 +77,7 @@ def large() -> str:
 def blocks() -> str:
     """Empty if not measured."""
     found = [row for row in rows("blocks") if row.get("outcome") == "ok"]
+    others = [size for size in (32, 128) if any(row["select_block"] == size for row in found)]
     lines = []
     for length in sorted({row["length"] for row in found}):
         speeds = {row["select_block"]: row["tokens_per_s"] for row in found if row["length"] == length}
@@ -84,13 +85,14 @@ def blocks() -> str:
         lines.append(
             [
                 tokens(length),
-                *(thousands(speeds.get(size)) for size in (64, 32, 128)),
-                *(ratio(speeds[size] / usual if usual and size in speeds else None) for size in (32, 128)),
+                *(thousands(speeds.get(size)) for size in (64, *others)),
+                *(ratio(speeds[size] / usual if usual and size in speeds else None) for size in others),
             ]
         )
     if not lines:
         return ""
-    head = ["length", "64 tokens, tokens/s", "32 tokens", "128 tokens", "32 against 64", "128 against 64"]
+    head = ["length", "64 tokens, tokens/s"]
+    head += [*(f"{size} tokens" for size in others), *(f"{size} against 64" for size in others)]
     intro = "**Sizes of blocks**: `m7c` that reads 1,024 selected tokens per query in smaller or larger blocks:"
     return f"{intro}\n\n{table(head, lines)}"
 

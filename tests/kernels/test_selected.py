@@ -97,6 +97,26 @@ def test_other_shapes_equal_a_masked_softmax(name, limit):
     check(CASES[name], small(limit))
 
 
+LARGE = NSAConfig(16, 16, 32, select_count=3, select_initial=1, select_local=1, window=16)
+
+
+@DESIGNS
+@pytest.mark.parametrize(
+    "large",
+    [
+        case([0, 150], 2, 1, 16, 16, LARGE, seed=14),
+        case([0, 1, 1, 50, 150, 190], 2, 1, 16, 16, LARGE, packed=True, seed=15),
+        case([0, 110, 220], 3, 1, 16, 16, LARGE, batch=2, seed=16, query_range=(35, 90)),
+        case([0, 104], 2, 1, 16, 16, LARGE, seed=17, forced=False),
+    ],
+    ids=["plain", "packed", "query range", "without forced blocks"],
+)
+def test_larger_blocks_are_read_in_parts(large, limit, monkeypatch):
+    monkeypatch.setattr(sel, "LARGEST_BLOCK", 16)
+    check(large, small(limit))
+    check(with_later_blocks(large), small(limit))
+
+
 def test_token_ranges_of_a_query_range_sum_to_the_whole(poison):
     """Keys before, after and between the query ranges of two sequences get gradients of zero."""
     c = case([0, 90, 180], 2, 1, 16, 16, CONFIG, batch=2, seed=13, query_range=(33, 75))

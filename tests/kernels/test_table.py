@@ -71,9 +71,7 @@ def test_settings_of_the_selected_branch_follow_from_dtype_and_sizes() -> None:
 
     assert found(64, 64, torch.float32, 64) == "float32"
     assert found(64, 64, torch.bfloat16, 64) == "head ≤ 64"
-    assert found(64, 64, torch.bfloat16, 128) == "select_block > 64"
-    assert found(192, 128, torch.bfloat16, 64) == "head > 128, select_block ≤ 64"
-    assert found(128, 128, torch.bfloat16, 128) == "select_block > 64"
+    assert found(192, 128, torch.bfloat16, 64) == "head > 128"
     assert found(96, 128, torch.bfloat16, 64) == "head ≤ 128"
 
 
@@ -88,11 +86,9 @@ A6000, A100, H200 = 99 * 1024, 163 * 1024, 227 * 1024
         ((128, 128), torch.bfloat16, 64, ((64, 32), (64, 64), (64, 64))),
         ((192, 128), torch.bfloat16, 64, ((32, 16), (64, 32), (64, 64))),
         ((256, 256), torch.float16, 64, ((16, 0), (64, 32), (64, 64))),
-        ((128, 128), torch.bfloat16, 128, ((32, 16), (64, 64), (64, 64))),
-        ((256, 256), torch.bfloat16, 128, ((0, 0), (16, 0), (64, 32))),
         ((128, 128), torch.float32, 64, ((16, 16), (32, 32), (32, 32))),
         ((192, 128), torch.float32, 64, ((0, 0), (32, 16), (32, 32))),
-        ((256, 256), torch.float32, 128, ((0, 0), (0, 0), (0, 0))),
+        ((256, 256), torch.float32, 64, ((0, 0), (0, 0), (32, 16))),
     ],
 )
 def test_tiles_of_the_selected_branch_fit_the_gpu_or_are_refused(sizes, dtype, block, rows) -> None:

@@ -165,6 +165,7 @@ def triton_launch(stage: str, q: Tensor, v: Tensor) -> Launch:
 # ------------------------------------------------------------ the selected branch
 
 FEWEST_ROWS = 16  # of a tile: what tensor cores multiply
+LARGEST_BLOCK = 64  # keys; the kernels read larger blocks in parts of this size
 HOPPER_SHARED = 227 * 1024
 
 
@@ -207,14 +208,10 @@ SELECTED: tuple[tuple[str, SelectedSettings], ...] = (
         ),
     ),
     (
-        "head > 128, select_block ≤ 64",
+        "head > 128",
         SelectedSettings(
             forward_stages=1, kv_forward_stages=2, backward_warps=8, dq_stages=1, dkv_stages=1, backward_limit=1.6
         ),
-    ),
-    (
-        "select_block > 64",
-        SelectedSettings(forward_warps=8, backward_warps=8, forward_stages=2, dq_stages=1, dkv_stages=1),
     ),
     (
         "head ≤ 64",
@@ -232,7 +229,7 @@ SELECTED: tuple[tuple[str, SelectedSettings], ...] = (
         ),
     ),
     # where Hopper's kernels run
-    ("head = 128, select_block = 64", SelectedSettings(segment_rows=4096, forward_limit=2.8, backward_limit=1.6)),
+    ("head = 128, blocks of 64", SelectedSettings(segment_rows=4096, forward_limit=2.8, backward_limit=1.6)),
     ("head ≤ 128", SelectedSettings(segment_rows=4096)),
 )
 
@@ -244,10 +241,9 @@ def selected_settings(
     """`shared`: bytes that one program may use. With less than Hopper's, tiles have fewer rows where they must."""
     holds = {
         "float32": dtype == torch.float32,
-        "head > 128, select_block ≤ 64": max(dk, dv) > 128 and select_block <= 64,
-        "select_block > 64": select_block > 64,
+        "head > 128": max(dk, dv) > 128,
         "head ≤ 64": max(dk, dv) <= 64,
-        "head = 128, select_block = 64": dk == dv == 128 and select_block == 64,
+        "head = 128, blocks of 64": dk == dv == 128 and select_block == 64,
         "head ≤ 128": True,
     }
     settings = next(settings for condition, settings in SELECTED if holds[condition])
@@ -328,7 +324,7 @@ def unsupported_blocks(config: NSAConfig) -> str | None:
 def too_large(shared: int, dtype: torch.dtype, dk: int, dv: int, select_block: int) -> str | None:
     """Why the smallest tiles of these sizes exceed the shared memory of one program; None if they fit."""
     name = str(dtype).removeprefix("torch.")
-    needed = selected_bytes(FEWEST_ROWS, dk, dv, dtype, select_block)
+    needed = selected_bytes(FEWEST_ROWS, dk, dv, dtype, min(select_block, LARGEST_BLOCK))
     if needed <= shared:
         return None
     return (
@@ -355,18 +351,18 @@ _SELECTED_STAGES = (
     ("selected forward", "mean tile list ≤ forward limit", "`selected.query_major`"),
     (
         "selected forward",
-        "longer; head 64 or 128, select_block 64, sm_90",
+        "longer; head 64 or 128, select_block 64 or 128, sm_90",
         "`hopper.selected_forward`; forced blocks `selected.query_major`",
     ),
     ("selected forward", "longer", "`selected.kv_major`; forced blocks `selected.query_major`"),
     ("selected dQ", "mean tile list ≤ backward limit", "`selected.query_major`"),
     (
         "selected dQ",
-        "longer; head 64 or 128, select_block 64, sm_90",
+        "longer; head 64 or 128, select_block 64 or 128, sm_90",
         "`hopper.selected_dkv`, with dK/dV",
     ),
     ("selected dQ", "longer", "`selected.kv_major` (`kv_major_dkv`, with dK/dV)"),
-    ("selected dK/dV", "head 64 or 128, select_block 64, sm_90", "`hopper.selected_dkv`"),
+    ("selected dK/dV", "head 64 or 128, select_block 64 or 128, sm_90", "`hopper.selected_dkv`"),
     ("selected dK/dV", "mean tile list ≤ backward limit; head ≤ 64", "`selected.kv_major` (`kv_major_dkv_transposed`)"),
     ("selected dK/dV", "else", "`selected.kv_major` (`kv_major_dkv`)"),
 )
@@ -392,6 +388,7 @@ def render() -> str:
     for field in fields(SelectedSettings):
         values = " | ".join(str(getattr(settings, field.name)) for _, settings in SELECTED)
         lines.append(f"| {field.name} | {values} |")
+    lines += ["", "Blocks of 128 tokens are read as two of 64."]
     fewer = "With less shared memory than Hopper's, rows are halved, down to 16, until a tile fits"
     lines += ["", f"{fewer} (`table.selected_settings`)."]
     decode = "Decode uses the same kernels everywhere. On sm_90 and newer the launches of a step overlap"

@@ -19,7 +19,7 @@ from tercet.attention.kernels.combine import row_shape
 from tercet.attention.kernels.launch import LOG2E, launch, padded, power_of_2
 from tercet.attention.kernels.selected import inverted_lists, kv_major, query_major, reduce
 from tercet.attention.kernels.selected.plan import Plan, make_plan
-from tercet.attention.kernels.table import Launch, SelectedSettings, gluon_launch, selected_settings
+from tercet.attention.kernels.table import LARGEST_BLOCK, Launch, SelectedSettings, gluon_launch, selected_settings
 from tercet.attention.kernels.tma import descriptors
 
 
@@ -55,14 +55,17 @@ class Call:
         self.first_query = 0 if documents is None else documents.first_query
         self.query_range = Q != T
         shared = table.shared_memory(q.device)
-        self.settings = settings or selected_settings(dk, dv, q.dtype, config.select_block, shared)
+        parts, blocks = _split_blocks(config)
+        self.settings = settings or selected_settings(dk, dv, q.dtype, blocks[0], shared)
         self.plan = make_plan(
-            (B, Q, T, H, G, block_indices.shape[-1], dk, dv), q.element_size(), None if cu is None else cu.numel() - 1,
-            (config.select_block, config.select_initial, config.select_local), self.settings,
-            None if cu is None else documents.longest,
+            (B, Q, T, H, G, block_indices.shape[-1] * parts, dk, dv), q.element_size(),
+            None if cu is None else cu.numel() - 1, blocks, self.settings, None if cu is None else documents.longest,
         )  # fmt: skip
         self.q, self.k, self.v = q, k, v
         self.indices = block_indices.contiguous()
+        if parts > 1:
+            each = [parts * self.indices + i for i in range(parts)]
+            self.indices = torch.stack(each, -1).flatten(-2).clamp(min=-1)  # -1 remains padding
         self.cu = self.indices if cu is None else cu
         self.device = q.device
         tensors = (q, k, v, *strided)
@@ -96,6 +99,12 @@ class Call:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
 
+def _split_blocks(config: Any) -> tuple[int, tuple[int, int, int]]:
+    """How many blocks the kernels make of one, and the size and numbers of forced blocks that they see."""
+    parts = max(1, config.select_block // LARGEST_BLOCK)
+    return parts, (config.select_block // parts, config.select_initial * parts, config.select_local * parts)
+
+
 _compiled: dict = {}
 _layouts: dict[tuple, int] = {}
 
@@ -118,10 +127,10 @@ def selected_saved_like(
     """
     B, Q, H, dk, T, G, dv, n = map(int, (*q.shape, *v.shape[1:], block_indices.shape[-1]))
     cu = None if documents is None else documents.cu
-    settings = settings or selected_settings(dk, dv, q.dtype, config.select_block, table.shared_memory(q.device))
+    parts, blocks = _split_blocks(config)
+    settings = settings or selected_settings(dk, dv, q.dtype, blocks[0], table.shared_memory(q.device))
     p = make_plan(
-        (B, Q, T, H, G, n, dk, dv), q.element_size(), None if cu is None else 1,
-        (config.select_block, config.select_initial, config.select_local), settings,
+        (B, Q, T, H, G, n * parts, dk, dv), q.element_size(), None if cu is None else 1, blocks, settings,
         None if cu is None else int(documents.longest),
     )  # fmt: skip
     more = 0 if cu is None else cu.shape[0] - 2
