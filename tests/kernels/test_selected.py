@@ -112,7 +112,7 @@ LARGE = NSAConfig(16, 16, 32, select_count=3, select_initial=1, select_local=1, 
     ids=["plain", "packed", "query range", "without forced blocks"],
 )
 def test_larger_blocks_are_read_in_parts(large, limit, monkeypatch):
-    monkeypatch.setattr(sel, "LARGEST_BLOCK", 16)
+    monkeypatch.setattr(sel.table, "LARGEST_BLOCK", 16)
     check(large, small(limit))
     check(with_later_blocks(large), small(limit))
 

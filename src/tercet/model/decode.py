@@ -46,7 +46,7 @@ def why_not_kernels(layer: AttentionLayer, x: Tensor, cache: NSACache, lengths: 
     """Why the kernels cannot run the tokens x after the cache; None if they can. Raises if backend="triton" was asked
     for, unless the cache is empty: the whole-sequence operator then decides."""
     if cache.is_empty and x.shape[1] > 1:
-        return None  # at once: a prompt waits for the host
+        return None  # without further checks, for which a prompt would wait
     if layer.backend == "reference":
         return REQUESTED
     if layer.chooses_randomly():

@@ -32,7 +32,7 @@ from tercet.attention.kernels.autograd import (
     select_by_keys,
     select_by_tokens,
 )
-from tercet.attention.kernels.table import LARGEST_BLOCK, shared_memory, too_large, unsupported_blocks
+from tercet.attention.kernels.table import block_parts, shared_memory, too_large, unsupported_blocks
 
 __all__ = ["attend_selected", "attend_window", "nsa", "select_by_keys", "select_by_tokens", "unsupported"]
 
@@ -77,7 +77,7 @@ def unsupported(
     if heads > 128:
         return f"{heads} heads per group are more than 128"
     groups = keys[0].shape[2] if keys else 1
-    entries = q.shape[0] * q.shape[1] * groups * config.select_count * max(1, config.select_block // LARGEST_BLOCK)
+    entries = q.shape[0] * q.shape[1] * groups * config.select_count * block_parts(config)
     if entries >= 2**31:
         return f"B·T·G·n = {entries} is 2^31 or more"
     if q.numel() == 0:

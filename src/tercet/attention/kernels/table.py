@@ -234,6 +234,11 @@ SELECTED: tuple[tuple[str, SelectedSettings], ...] = (
 )
 
 
+def block_parts(config: NSAConfig) -> int:
+    """How many blocks the kernels read in place of one selected block."""
+    return max(1, config.select_block // LARGEST_BLOCK)
+
+
 @lru_cache(maxsize=64)
 def selected_settings(
     dk: int, dv: int, dtype: torch.dtype, select_block: int, shared: int = HOPPER_SHARED
@@ -248,7 +253,7 @@ def selected_settings(
     }
     settings = next(settings for condition, settings in SELECTED if holds[condition])
     sizes = (dk, dv, dtype, select_block)
-    rows = dq_rows = settings.tile_rows
+    rows, dq_rows = settings.tile_rows, settings.dkv_dq_rows
     while rows > FEWEST_ROWS and selected_bytes(rows, *sizes) > shared:
         rows //= 2
     while dq_rows > FEWEST_ROWS and selected_bytes(dq_rows, *sizes, with_dq=True) > shared:

@@ -19,7 +19,7 @@ from tercet.attention.kernels.combine import row_shape
 from tercet.attention.kernels.launch import LOG2E, launch, padded, power_of_2
 from tercet.attention.kernels.selected import inverted_lists, kv_major, query_major, reduce
 from tercet.attention.kernels.selected.plan import Plan, make_plan
-from tercet.attention.kernels.table import LARGEST_BLOCK, Launch, SelectedSettings, gluon_launch, selected_settings
+from tercet.attention.kernels.table import Launch, SelectedSettings, gluon_launch, selected_settings
 from tercet.attention.kernels.tma import descriptors
 
 
@@ -100,8 +100,8 @@ class Call:
 
 
 def _split_blocks(config: Any) -> tuple[int, tuple[int, int, int]]:
-    """How many blocks the kernels make of one, and the size and numbers of forced blocks that they see."""
-    parts = max(1, config.select_block // LARGEST_BLOCK)
+    """How many blocks the kernels read in place of one, their size, and how many of them are initial and local."""
+    parts = table.block_parts(config)
     return parts, (config.select_block // parts, config.select_initial * parts, config.select_local * parts)
 
 
@@ -326,14 +326,8 @@ def selected_backward(
                     q, k, v, dout, records, *tables, sums, *where, *c.strides[:12], p.G, p.h, p.kv_head_tile,
                     s.dkv_rows, p.n, *sizes, p.segment, wide, not p.query_major_only, c.query_range,
                 )  # fmt: skip
-                c.launch(
-                    kv_major.kv_major_dkv_transposed,
-                    grid,
-                    args,
-                    wide,
-                    num_warps=s.backward_warps,
-                    num_stages=s.dkv_stages,
-                )
+                options = {"num_warps": s.backward_warps, "num_stages": s.dkv_stages}
+                c.launch(kv_major.kv_major_dkv_transposed, grid, args, wide, **options)
             else:
                 rows, stages = (s.dkv_dq_rows, s.dkv_dq_stages) if with_dq else (s.dkv_rows, s.dkv_stages)
                 args = (
@@ -341,16 +335,8 @@ def selected_backward(
                     p.kv_head_tile, rows // p.kv_head_tile, rows, p.n, *sizes, p.segment, wide, not p.query_major_only,
                     with_dq, gated, c.query_range,
                 )  # fmt: skip
-                c.launch(
-                    kv_major.kv_major_dkv,
-                    grid,
-                    args,
-                    with_dq,
-                    gated,
-                    wide,
-                    num_warps=s.backward_warps,
-                    num_stages=stages,
-                )
+                options = {"num_warps": s.backward_warps, "num_stages": stages}
+                c.launch(kv_major.kv_major_dkv, grid, args, with_dq, gated, wide, **options)
         if not p.query_major_only:
             total = (end - begin) * p.G
             args = (
