@@ -5,7 +5,7 @@
 #     bash scripts/retrieval.sh evals KIND RUNS
 #     bash scripts/retrieval.sh keep KIND RUNS                           # copy files for the tables of retrieval.md
 #     bash scripts/retrieval.sh keep KIND RUNS SEED [NAME]               # with STOP: for those of evidence.md
-#     bash scripts/retrieval.sh small KIND CORPUS RUNS SEED [flags]      # a model of 5M parameters, trained and evaluated
+#     bash scripts/retrieval.sh small KIND CORPUS RUNS SEED [flags]      # a model of 13M parameters, trained with Muon and evaluated
 #
 # KIND: learned; two-branch (learned without the compressed branch), two-branch-shared (and one set of keys and values);
 # one-branch (block-sparse with gates); block-sparse (one branch without gates, learned selectors); compressed (scores of
@@ -13,7 +13,7 @@
 # all (NSA reads every block, up to 8,192 tokens) and random (blocks). A suffix -plain leaves the exercises out.
 # CORPUS: shards from scripts/linux_corpus.sh. STOP: a step after which `train` is interrupted, such as 1700, the end of
 # the first stage; its checkpoint stays, and the learning rate is that of the whole run. With STOP, `evals` evaluates that
-# checkpoint up to 8,192 tokens. LR: learning rate (1e-3; of `small` 3e-3).
+# checkpoint up to 8,192 tokens. LR: learning rate (1e-3; of `small` 3e-3, Muon's).
 # On an H200 `learned` trains for eight minutes; its evaluations take four.
 set -euo pipefail
 usage() { sed -n '2,17p' "$0" >&2; exit 2; }
@@ -60,10 +60,10 @@ train)
 small)
     [ $# -ge 5 ] || usage
     corpus=$3 runs=$4 folder=$4/small-$kind-$5 SHARE=0.5
-    STAGES=${STAGES:-1024:700 8192:300}
-    run "$folder" --run.seed "$5" --model.dim 256 --model.layers 6 --model.heads 4 --model.ffn_dim 640 \
-        --train.lr "${LR:-3e-3}" --train.val_every 0 --train.sample_tokens 0 --checkpoint.every 0 --log.no_tensorboard \
-        "${@:6}"
+    STAGES=${STAGES:-8192:1000}
+    run "$folder" --run.seed "$5" --model.dim 320 --model.layers 12 --model.heads 5 --model.kv_heads 1 \
+        --model.ffn_dim 832 --train.optimizer muon --train.muon.lr "${LR:-3e-3}" --train.lr 1e-3 --train.val_every 200 \
+        --train.sample_tokens 0 --checkpoint.every 0 --log.no_tensorboard "${@:6}"
     "$python" -m tercet eval ruler "$folder" --lengths 1024,2048,4096,8192 --tasks niah_single_2,niah_multikey_1 \
         --wording training --out "$folder.json"
     "$python" -m tercet eval perplexity "$folder" --seq-len 8192 --sequences 128 --batch 8 --dtype bfloat16 \

@@ -152,11 +152,11 @@ def test_time_spent_waiting_is_measured(configs):
 
 
 @pytest.mark.gpu
-def test_batches_are_pinned_if_the_process_uses_a_gpu(configs, read):
+def test_batches_are_pinned_if_the_process_uses_a_gpu(read):
     import torch
 
     torch.cuda.init()
-    batch = read(configs["jsonl"], 1)[0]
+    batch = read(DataConfig(source="synthetic", seq_len=64), 1)[0]
     assert batch.tokens.is_pinned()
     assert batch.targets.is_pinned()
     assert batch.cu_seqlens.is_pinned()
