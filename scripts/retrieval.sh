@@ -6,6 +6,7 @@
 #     bash scripts/retrieval.sh keep KIND RUNS                           # copy files for the tables of retrieval.md
 #     bash scripts/retrieval.sh keep KIND RUNS SEED [NAME]               # with STOP: for those of evidence.md
 #     bash scripts/retrieval.sh small KIND CORPUS RUNS SEED [flags]      # a model of 13M parameters, trained with Muon and evaluated
+#     bash scripts/retrieval.sh keep small RUNS                          # collect those, for a table of retrieval.md
 #
 # KIND: learned; two-branch (learned without the compressed branch), two-branch-shared (and one set of keys and values);
 # one-branch (block-sparse with gates); block-sparse (one branch without gates, learned selectors); compressed (scores of
@@ -16,7 +17,7 @@
 # checkpoint up to 8,192 tokens. LR: learning rate (1e-3; of `small` 3e-3, Muon's).
 # On an H200 `learned` trains for eight minutes; its evaluations take four.
 set -euo pipefail
-usage() { sed -n '2,17p' "$0" >&2; exit 2; }
+usage() { sed -n '2,18p' "$0" >&2; exit 2; }
 [ $# -ge 3 ] || usage
 phase=$1 kind=$2
 python=${PYTHON:-python3}
@@ -102,6 +103,22 @@ evals)
 keep)
     [ $# -le 5 ] || usage
     results=$(dirname "$0")/../docs/results
+    if [ "$kind" = small ]; then
+        "$python" - "$3" > "$results/retrieval/small.csv" <<'END'
+import csv, json, pathlib, sys
+print("kind,seed,loss,far_loss,task,length,right,questions")
+for found in sorted(pathlib.Path(sys.argv[1]).glob("small-*.json")):
+    run = found.with_suffix("")
+    *_, last = csv.DictReader((run / "val.csv").open())
+    perplexity = json.loads(pathlib.Path(f"{run}-perplexity.txt").read_text().splitlines()[-1])
+    (far,) = (each["loss"] for each in perplexity["by_position"] if each["first"] == 4096)
+    kind, seed = run.name.removeprefix("small-").rsplit("-", 1)
+    for each in json.loads(found.read_text())["found"]:
+        if each["depth"] is None:
+            print(kind, seed, last["loss"], far, each["task"], each["length"], each["right"], each["questions"], sep=",")
+END
+        exit
+    fi
     if [ $# -eq 3 ]; then
         to=$results/retrieval/$kind columns=1,2,4,7
         files=(needle.txt perplexity.txt context.txt single-training.json single-held-out.json tasks.json)

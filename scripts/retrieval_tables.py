@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from result_files import RESULTS, k, read_csv, read_eval, table
+from result_files import RESULTS, change, k, read_csv, read_eval, table
 from result_files import losses as read_losses
 
 FOLDER = RESULTS / "retrieval"
@@ -147,8 +147,8 @@ def positions() -> str:
     dense = shown["dense"]
     rows = [[name, *(f"{b['loss']:.4f}" for b in bins)] for name, bins in shown.items()]
     for name in ("NSA", "two-branch", "block-sparse"):
-        change = (f"{b['loss'] / a['loss'] - 1:.1%}" for a, b in zip(dense, shown[name], strict=True))
-        rows.append([f"{name} vs dense", *(text.replace("-", "−") for text in change)])
+        ratios = (b["loss"] / a["loss"] for a, b in zip(dense, shown[name], strict=True))
+        rows.append([f"{name} vs dense", *map(change, ratios)])
     return table(["tokens before", *(f"{b['first']:,}–{b['last']:,}" for b in dense)], rows)
 
 
@@ -185,7 +185,42 @@ def _gain(losses: list[float], base: list[float]) -> str:
     differences = [a - b for a, b in zip(losses, base, strict=True)]
     if not any(differences):
         return ""
-    return f"{statistics.fmean(differences):+.4f} ± {statistics.stdev(differences) / len(differences) ** 0.5:.4f}"
+    return f"{statistics.fmean(differences):+.4f} ± {_error(differences):.4f}"
+
+
+def _error(values: list[float]) -> float:
+    """Standard error of the mean."""
+    return statistics.stdev(values) / len(values) ** 0.5
+
+
+SMALL = {
+    "dense": "dense",
+    "learned": "NSA, learned selectors",
+    "all": "NSA, every block",
+    "random": "NSA, random blocks",
+}
+
+
+def small() -> str:
+    """Models of 13M parameters: losses against dense of the same seed, and what they find, for every seed."""
+    found = read_csv(FOLDER / "small.csv")
+    runs = {(row["kind"], row["seed"]): row for row in found}
+    rows = []
+    for kind, name in SMALL.items():
+        seeds = sorted(seed for each, seed in runs if each == kind)
+        cells = [" / ".join(f"{float(runs[kind, seed]['loss']):.3f}" for seed in seeds)]
+        for column in ("loss", "far_loss"):
+            changes = [float(runs[kind, seed][column]) / float(runs["dense", seed][column]) for seed in seeds]
+            mean = change(statistics.fmean(changes)).removesuffix("%")
+            cells.append("" if kind == "dense" else f"{mean} ± {_error(changes):.1%}")
+        for task, digits in (("niah_single_2", 1), ("niah_multikey_1", 0)):
+            at = (row for row in found if (row["kind"], row["task"], row["length"]) == (kind, task, "8192"))
+            shares = [
+                100 * int(row["right"]) / int(row["questions"]) for row in sorted(at, key=lambda row: row["seed"])
+            ]
+            cells.append(" / ".join(f"{share:.{digits}f}" for share in shares))
+        rows.append([name, *cells])
+    return table(["", "loss", "vs dense", "vs dense, far", "one fact, %", "one of four, %"], rows)
 
 
 TOY = {
@@ -222,6 +257,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "retrieval-positions": positions,
     "retrieval-tasks": tasks,
     "retrieval-context": context,
+    "retrieval-small": small,
     "retrieval-toy": lambda: toy(512),
     "retrieval-toy-2048": lambda: toy(2048),
 }

@@ -159,10 +159,11 @@ def test_outputs_are_borrowed_and_their_memory_is_reused() -> None:
     for factor in (2.0, 3.0):
         replays = capturer.capture(lambda factor=factor: made.append(x * factor))
         recorded.append((replays, capturer.borrow(made.pop()), capturer.pool_bytes))
-    # one tensor for both recordings, and the few bytes that CUDA's generator keeps for a capture
-    assert x.nbytes <= capturer.held_bytes <= x.nbytes + 4096
+    # one tensor for both recordings, and the few bytes that CUDA's generator keeps from its first capture on
+    generator = 4096
+    assert x.nbytes <= capturer.held_bytes <= x.nbytes + generator
     assert recorded[0][2] == recorded[1][2] >= x.nbytes
-    assert torch.cuda.memory_allocated() == before
+    assert before <= torch.cuda.memory_allocated() <= before + generator
     for order in (0, 1, 0):
         recorded[order][0].replay()
         assert (recorded[order][1] == 2.0 + order).all()
