@@ -106,7 +106,7 @@ keep)
     if [ "$kind" = small ]; then
         "$python" - "$3" > "$results/retrieval/small.csv" <<'END'
 import csv, json, pathlib, sys
-print("kind,seed,loss,far_loss,task,length,right,questions")
+print("kind,seed,loss,far_loss,task,length,depth,right,questions")
 for found in sorted(pathlib.Path(sys.argv[1]).glob("small-*.json")):
     run = found.with_suffix("")
     *_, last = csv.DictReader((run / "val.csv").open())
@@ -114,8 +114,9 @@ for found in sorted(pathlib.Path(sys.argv[1]).glob("small-*.json")):
     (far,) = (each["loss"] for each in perplexity["by_position"] if each["first"] == 4096)
     kind, seed = run.name.removeprefix("small-").rsplit("-", 1)
     for each in json.loads(found.read_text())["found"]:
-        if each["depth"] is None:
-            print(kind, seed, last["loss"], far, each["task"], each["length"], each["right"], each["questions"], sep=",")
+        depth = "" if each["depth"] is None else f"{each['depth']:.2f}"  # all depths, or one
+        place = each["task"], each["length"], depth
+        print(kind, seed, f"{float(last['loss']):.5f}", f"{far:.5f}", *place, each["right"], each["questions"], sep=",")
 END
         exit
     fi

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from performance.cliffs import TOO_FAR, far_off, head_96_against_128
+from performance.cliffs import TOO_FAR, against_128, off_by_length
 from performance.results import MISSING, Row, first, number, pair, paragraph, ratio, rows, table, tokens
 
 OPERATOR = {
@@ -100,29 +100,24 @@ def shapes() -> str:
     checks = f"{wrong} of {len(rows('shapes'))} cells FAIL" if wrong else "all cells pass their check"
     about = paragraph(
         "Forward + backward, random inputs, about 32,768 tokens in all: ms per 1,000 tokens (as a CUDA graph where the "
-        f"host may be the slower side), and × dense of eager calls; {checks}. A cell is compared with what the two "
-        "cells beside it predict, in length and in head size."
+        f"host may be the slower side), and × dense of eager calls; {checks}."
     )
     head_row = ["heads", "head", *(f"{n:,}" for n in lengths), "× dense, 2k", "× dense, 8k"]
     return "\n\n".join(["### Heads, head sizes and odd lengths", about, table(head_row, lines), _cliffs(found)])
 
 
 def _cliffs(found: Sequence[Row]) -> str:
-    """Head 96 against 128, and cells far off their neighbours."""
-    wide, off = head_96_against_128(found), far_off(found)
-    first_line = f"Head 96 takes {wide[-1][0]:.2f} to {wide[0][0]:.2f}× the time of head 128. " if wide else ""
-    if not off:
-        return paragraph(
-            f"{first_line}No cell is more than {TOO_FAR:.0%} off what its neighbours in length and head size predict."
-        )
-    groups = []
-    for key, axis in (("by_length", "length"), ("by_head", "head size")):
-        for head in sorted({row["head"] for row in off}):
-            here = [row[key] for row in off if row["head"] == head and abs(row[key] or 0) > TOO_FAR]
-            if here:
-                cells = f"{len(here)} cell{'s' * (len(here) > 1)} with head {head}"
-                groups.append(f"{cells}, by {min(here):+.0%} to {max(here):+.0%} in {axis}")
-    return paragraph(f"{first_line}More than {TOO_FAR:.0%} off what the neighbours predict: {'; '.join(groups)}.")
+    """Cells far off their neighbours in length, and other head sizes against 128."""
+    off = off_by_length(found)
+    cells = ", ".join(
+        f"{row['heads']}/{row['kv_heads']}, head {row['head']}, {row['length']:,} ({by:+.0%})" for by, row in off
+    )
+    along = f"more than {TOO_FAR:.0%} off what the next shorter and longer sequences predict"
+    words = [f"Cells {along}: {cells}." if off else f"No cell is {along}."]
+    sizes = {head: against_128(found, head) for head in sorted({row["head"] for row in found} - {128})}
+    times = (f"head {head} {min(ratios):.2f} to {max(ratios):.2f}×" for head, ratios in sizes.items())
+    words.append(f"Time against head 128: {', '.join(times)}.")
+    return paragraph(" ".join([*words, "Heads of 96 and 192 are padded to 128 and 256 and run on Triton kernels."]))
 
 
 def operator_kernels() -> str:

@@ -13,12 +13,13 @@ from tercet.config.load import load
 def batches() -> str:
     """Empty if not measured."""
     found = [row for row in rows("batches") if row.get("outcome") == "ok"]
-    lines = []
+    lines, spread = [], 0.0
     for size in sorted({row["batch"] for row in found}):
         modes = {row["flags"].get("train.cuda_graph"): row for row in found if row["batch"] == size}
         if modes.keys() != {"off", "on"}:
             continue
         off, on = modes["off"], modes["on"]
+        spread = max(spread, off["spread"])
         lines.append(
             [
                 str(size),
@@ -30,7 +31,7 @@ def batches() -> str:
         return ""
     about = paragraph(
         "**Small batches** are bound by launch overhead. A CUDA graph (`train.cuda_graph`) removes it (`m7c`, "
-        "sequences of 2,048):"
+        f"sequences of 2,048; repeated timings of eager steps differ by up to {spread:.0%}, as the host does):"
     )
     head = ["sequences per step", "eager, tokens/s", "CUDA graph, tokens/s", "GiB, eager / graph"]
     return "\n\n".join([about, table(head, lines)])
@@ -68,8 +69,8 @@ def large() -> str:
         return ""
     head = ["preset", "length", "NSA, tokens/s", "dense, tokens/s", "× dense", "ms", "GiB"]
     about = paragraph(
-        "Presets as they are, 65,536 tokens per step, no activation checkpointing; pairs are NSA / dense. GiB: peak "
-        "memory ([beside its estimate](gpus.md))."
+        "Presets as they are, without learned selectors; 65,536 tokens per step, no activation checkpointing. Pairs "
+        "are NSA / dense. GiB: peak memory ([beside its estimate](gpus.md))."
     )
     return "\n\n".join(["### Larger models", about, table(head, lines)])
 
@@ -92,8 +93,8 @@ def blocks() -> str:
     if not lines:
         return ""
     head = ["length", "64 tokens, tokens/s"]
-    head += [*(f"{size} tokens" for size in others), *(f"{size} against 64" for size in others)]
-    intro = "**Sizes of blocks**: `m7c` that reads 1,024 selected tokens per query in smaller or larger blocks:"
+    head += [*(f"{size} tokens" for size in others), *(f"{size}, × 64" for size in others)]
+    intro = "**Sizes of blocks**: NSA (`m7c`, learned selectors) that selects 1,024 tokens per query:"
     return f"{intro}\n\n{table(head, lines)}"
 
 

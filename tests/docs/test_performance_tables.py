@@ -127,12 +127,13 @@ def test_shapes_off_their_neighbours_are_listed(script: ModuleType, results: Pat
     # time ~ length^0.5 × size: nothing is off
     smooth = [shape_row(h, n, n**0.5 * (h + min(h, 128)) / 2) for h in (64, 96, 128, 192) for n in (1024, 3001, 8192)]
     save(results, "shapes", smooth)
-    assert "No cell is more than 15% off" in script.operator.shapes()
-    assert "Head 96 takes 0.75 to 0.75× the time of head 128" in script.operator.shapes()
+    last = " ".join(script.operator.shapes().split("\n\n")[-1].split())
+    assert "No cell is more than 15% off" in last
+    assert "Time against head 128: head 64 0.50 to 0.50×, head 96 0.75 to 0.75×" in last
     slow = [dict(row, ms_per_1k_tokens=1.2 * row["ms_per_1k_tokens"]) if row is smooth[4] else row for row in smooth]
     save(results, "shapes", slow)
     last = " ".join(script.operator.shapes().split("\n\n")[-1].split())
-    assert "1 cell with head 96, by +20% to +20% in length; 1 cell with head 96, by +20% to +20% in head size" in last
+    assert "sequences predict: 8/1, head 96, 3,001 (+20%)." in last
 
 
 def test_larger_models_are_compared_with_dense(script: ModuleType, results: Path) -> None:
