@@ -59,10 +59,11 @@ whole_steps() { # 200M tokens, or two epochs
 
 logged() { tail -n 1 "$1/training.csv" 2>/dev/null | cut -d, -f1 | grep -E '^[0-9]+$' || echo 0; }
 
-stop_at() { # signal, step, folder, kind, steps, flags: train in the background until the step, then send the signal
+stop_at() { # signal, step, folder, kind, length, steps, flags: train in the background until the step, then send the signal
     local signal=$1 step=$2
     shift 2
     local folder=$1
+    [ "$(logged "$folder")" -lt "$step" ] || return 0
     run "$@" &
     while kill -0 $! 2>/dev/null && [ "$(logged "$folder")" -lt "$step" ]; do sleep 0.5; done
     # $! is the subshell of the function, its child is timeout, and the trainer is that one's child.

@@ -11,7 +11,6 @@ same device and versions; the page states the date of each.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +32,7 @@ from performance.results import (
     thousands,
     tokens,
 )
+from result_files import fill
 
 IMAGES = ROOT / "docs" / "images"
 PAGES = (ROOT / "docs" / "performance.md", ROOT / "README.md")
@@ -42,7 +42,6 @@ SECTIONS = {
     "large": "larger models", "blocks": "sizes of blocks", "fp8": "FP8", "batches": "small batches",
     "million": "a million tokens",
 }  # fmt: skip
-MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
 # Summaries
@@ -202,20 +201,9 @@ PLOTS: dict[Path, Callable[[], str]] = {
 # Writing
 
 
-def fill(page: str) -> str:
-    """The page with every marked table generated again."""
-
-    def generated(match: re.Match[str]) -> str:
-        if match[2] not in TABLES:
-            raise ValueError(f"table:{match[2]} is unknown: pick one of {', '.join(TABLES)}")
-        return f"{match[1]}{TABLES[match[2]]()}\n{match[3]}"
-
-    return MARKED.sub(generated, page)
-
-
 def outdated() -> dict[Path, str]:
     """Files whose content differs from what the results give, with the new content."""
-    wanted = {page: fill(page.read_text(encoding="utf-8")) for page in PAGES}
+    wanted = {page: fill(page.read_text(encoding="utf-8"), TABLES) for page in PAGES}
     wanted |= {file: plot() for file, plot in PLOTS.items()}
     return {file: new for file, new in wanted.items() if not file.exists() or file.read_text("utf-8") != new}
 

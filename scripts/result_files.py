@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,22 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 def losses(path: Path) -> dict[int, float]:
     """Validation loss by step."""
     return {int(row["step"]): float(row["loss"]) for row in read_csv(path)}
+
+
+# Pages
+
+MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+
+def fill(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
+    """The page with every marked table generated anew."""
+
+    def generated(match: re.Match[str]) -> str:
+        if match[2] not in tables:
+            raise ValueError(f"table:{match[2]} is unknown: pick one of {', '.join(tables)}")
+        return f"{match[1]}{tables[match[2]]()}\n{match[3]}"
+
+    return MARKED.sub(generated, page)
 
 
 # Formatting

@@ -12,7 +12,6 @@ last form accepts what `tercet eval perplexity` and `tercet eval needle` print, 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +22,13 @@ import evidence_tables
 import retrieval_tables
 import settings_tables
 from result_files import (
+    MARKED,
     RESULTS,
     ROOT,
     Records,
     by_context,
     by_step,
+    fill,
     gate_shares,
     needles,
     read_csv,
@@ -37,7 +38,6 @@ from result_files import (
 )
 
 DOCS = ROOT / "docs"
-MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
 # Tables of docs/nsa.md
@@ -157,17 +157,6 @@ def pages() -> list[Path]:
     return [page for page in found if MARKED.search(page.read_text(encoding="utf-8"))]
 
 
-def fill(text: str) -> str:
-    """The page with every marked table generated anew."""
-
-    def generated(match: re.Match[str]) -> str:
-        if match[2] not in TABLES:
-            raise ValueError(f"table:{match[2]} is unknown: pick one of {', '.join(TABLES)}")
-        return f"{match[1]}{TABLES[match[2]]()}\n{match[3]}"
-
-    return MARKED.sub(generated, text)
-
-
 def print_table(arguments: list[str]) -> None:
     """One table from files given as NAME=FILE."""
     records: Records = {}
@@ -203,7 +192,7 @@ def main(arguments: list[str]) -> int:
         stale = []
         for page in pages():
             before = page.read_text(encoding="utf-8")
-            after = fill(before)
+            after = fill(before, TABLES)
             if after != before:
                 stale.append(str(page.relative_to(ROOT)))
                 if not check:

@@ -57,6 +57,7 @@ train --preset tiny --resum auto                                          unknow
 train --preset tiny --model.attention flash                             'flash' is unknown: pick from nsa, dense, window
 train --preset m7c --model.kv_heads 5                      heads=12 is not a multiple of kv_heads=5: pick one of 1, 2, 3
 train --preset tiny --train.tokens_per_step 1000                             is not a multiple of
+train --preset tiny --train.stages 256:9,2048:5                              write 2048:5:tokens_per_step=2048
 train --preset tiny --data.mixture x                                         data.mixture is a table and has no flag
 plan --config nowhere.toml                                                   config file nowhere.toml does not exist
 config diff tiny                                                         compares two presets, TOML files or run folders

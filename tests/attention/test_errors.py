@@ -77,6 +77,17 @@ def test_integer_tensors_are_rejected():
     refusal(lambda: attend(X.map(lambda v: v.long()), CFG), "int64")
 
 
+def test_packed_documents_need_no_compressed_tokens_if_nothing_reads_them():
+    def attend_without(x, **documents):
+        selector = (torch.ones(1, x.q.shape[1], 2, 5), torch.ones(1, x.q.shape[1], 2, 5))
+        branches = ("selected", "window")
+        tensors = (x.q, None, None, x.ks, x.vs, x.kw, x.vw, x.gates)
+        return tercet.nsa_attention(*tensors, config=CFG, selector=selector, branches=branches, **documents)
+
+    alone = torch.cat([attend_without(PACKED.map(lambda x, i=i: x[:, i])) for i in (slice(9), slice(9, 21))], 1)
+    torch.testing.assert_close(attend_without(PACKED, cu_seqlens=cu((9, 12))), alone)
+
+
 def test_packed_documents_need_batch_one():
     refusal(lambda: attend(X, CFG, cu_seqlens=cu((9, 12))), "cu_seqlens", "2", "1")
 

@@ -169,7 +169,11 @@ def test_a_sweep_reads_a_file_and_settings(tmp_path, monkeypatch, lrs):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"lrs": (0.0,)}, "--lrs 0 must be above 0"), ({"lrs": (1e-3,), "batches": (1, 2)}, "2 combinations")],
+    [
+        ({"lrs": (0.0,)}, "--lrs 0 must be above 0"),
+        ({"lrs": (1e-3,), "batches": (1, 2)}, "2 combinations"),
+        ({"lrs": (1e-3,), "settings": "train.optimizer=muon,train.muon.lr=0.01"}, "train.muon.lr=0.01 is set"),
+    ],
 )
 def test_wrong_learning_rate_sweeps_are_refused(tmp_path, options, said):
     with pytest.raises(UsageError, match=said):

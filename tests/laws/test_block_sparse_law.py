@@ -131,6 +131,15 @@ def test_a_selector_chooses_in_place_of_the_means(backend: str):
         attend(Case(cfg, x, None), backend, selector=(queries, keys[:, 1:]))
 
 
+@pytest.mark.parametrize("dense_below", [41, 42, 100])
+def test_with_given_blocks_dense_below_may_exceed_the_sequence(dense_below: int, backend: str):
+    case = Case(config(), inputs(config(), 41), None)
+    _, aux = attend(case, backend, return_aux=True)
+    out = attend(case, backend, dense_below, block_indices=aux.block_indices)
+    full = torch.from_numpy(oracle.causal_attention(case.x.q, case.x.ks, case.x.vs))
+    torch.testing.assert_close(out, full, rtol=1e-10, atol=1e-10)
+
+
 def test_first_tokens_of_documents_are_found_wherever_the_host_knows_their_lengths(monkeypatch: pytest.MonkeyPatch):
     bounds = cu(BOUNDS)
     known, packing = Packing(bounds, 100, 50, config()).first_tokens(20)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 from fork_server import Child
 from parallel.world import (
@@ -26,12 +27,14 @@ from parallel.world import (
     rank_environment,
     start_ranks,
 )
-from runs import SMALL, losses, rows
+from runs import SMALL, losses, rows, tensors
 from tercet.cli import main
 from tercet.config.load import ConfigError, load
 from tercet.data import loader, prefetch
 from tercet.data.stream import DataError
 from tercet.parallel.flight_recorder import read, summarize
+from tercet.report.integrity import contradictions
+from tercet.report.read import read_run
 from tercet.train.manifest import complete_checkpoints, step_of
 from tercet.train.trainer import train
 
@@ -102,6 +105,22 @@ def test_checkpoints_of_two_ranks_resume_on_one_and_then_on_four(fork_server, tm
     with RankedRun(fork_server, tmp_path / "out", 4, *command, "--resume", "auto") as run:
         assert run.wait() == 0, run.text
     assert_same(folder, alone)
+    # ranks 2 and 3 logged nothing before step 5, and rank 1 nothing of steps 3 and 4
+    assert contradictions(read_run(folder)) == []
+
+
+def test_sharded_ranks_start_from_a_file_of_weights(fork_server, tmp_path):
+    first, one, two = (tmp_path / name for name in ("first", "one", "two"))
+    assert train(load("tiny", flags=SETTINGS | {"run.dir": str(first), "train.steps": 4, "train.lr": 0.03}).config) == 0
+    weights = tmp_path / "weights.safetensors"
+    save_file({name.removeprefix("model."): x.clone() for name, x in tensors(first, "model.").items()}, weights)
+    more = {"train.init_from": str(weights), "train.steps": 2}
+    assert train(load("tiny", flags=SETTINGS | more | {"run.dir": str(one)}).config) == 0
+    command = arguments(two, parallel__strategy="fsdp", **more)
+    with RankedRun(fork_server, tmp_path / "out", 2, *command) as run:
+        assert run.wait() == 0, run.text
+    assert_same(two, {step: float(loss) for step, loss in losses(one).items()})
+    assert float(losses(one)[1]) < float(losses(first)[1]) - 0.01  # else it would not show that they were loaded
 
 
 def train_with_broken_data() -> int:

@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import runs
 from fork_server import ForkServer
 from parallel.world import TorchrunRun, flags
-from runs import SMALL, events_of, losses
+from runs import SMALL, events_of, losses, newest
 from tercet import atomic_io
 from tercet.config.load import to_toml
 from tercet.data import loader, records
@@ -39,6 +39,7 @@ from tercet.train import trainer, validate
 from tercet.train.checkpoint import HashingFile
 from tercet.train.hooks import StopSignals
 from tercet.train.manifest import complete_checkpoints, step_of
+from tercet.train.resume import find_checkpoint
 from tercet.train.trainer import train
 
 # one layer is enough here; test_exact_resume.py resumes two
@@ -573,6 +574,17 @@ def test_a_fork_saves_the_checkpoint_it_starts_from(fork_server: ForkServer, fin
     assert fork_server.run(small(run__dir=str(c), checkpoint__every=0), resume=source).code == 0
     assert saved_steps(c) == [2, 6]
     assert [losses(c)[step] for step in (3, 4, 5, 6)] == [losses(a)[step] for step in (3, 4, 5, 6)]
+
+
+@pytest.mark.parametrize("resume", ["auto", "run"])
+def test_a_checkpoint_found_by_a_relative_folder_can_be_named_anywhere(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, resume: str
+) -> None:
+    monkeypatch.chdir(finished.parent)
+    folder = Path(finished.name)
+    found = find_checkpoint("auto" if resume == "auto" else str(folder), folder / "checkpoints", verify=False)
+    assert found is not None
+    assert found.path == newest(finished)
 
 
 def test_a_fork_that_died_before_its_first_save_can_be_started_again(

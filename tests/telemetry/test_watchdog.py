@@ -109,7 +109,6 @@ def test_signal_handlers_are_restored(parts):
 
 def test_a_frozen_process_is_distinguished_from_a_dead_one(tmp_path, monkeypatch, fork_server):
     monkeypatch.setattr(read_module, "FRESH_SECONDS", 0.5)
-    monkeypatch.setattr("tercet.report.watch.STALE_SECONDS", 0.5)
     data = corpus(tmp_path)
     folder = tmp_path / "run"
     config = settings(

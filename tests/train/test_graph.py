@@ -18,6 +18,7 @@ from runs import events_of, losses, small
 from stepping import SimulatedClock, SteppedModel
 from tercet.errors import TercetError
 from tercet.model.layer import AttentionLayer
+from tercet.model.loss import IGNORED
 from tercet.model.transformer import Transformer
 from tercet.report.attention_gates import fallback_gate
 from tercet.report.facts import collect_facts
@@ -37,7 +38,7 @@ from tercet.train import cuda_graph as graph
 from tercet.train import trainer as loop
 from tercet.train.cuda_graph import StepGraph, capacity_for, fill_bounds
 from tercet.train.state import uses_compile, uses_cuda_graph
-from tercet.train.step import IGNORED_TARGET, MicroBatch
+from tercet.train.step import MicroBatch
 from tercet.train.trainer import train
 
 # one layer: steps are compared layer by layer in the tests without a run
@@ -127,7 +128,7 @@ def packed(seed: int, documents: int, length: int = 128) -> MicroBatch:
     inner = torch.randperm(length - 1, generator=draw)[: documents - 1].sort().values + 1
     bounds = torch.cat((torch.tensor([0]), inner, torch.tensor([length]))).to(torch.int32)
     targets = tokens[:, 1:].clone()
-    targets[0, inner - 1] = IGNORED_TARGET
+    targets[0, inner - 1] = IGNORED
     return MicroBatch(tokens[:, :-1].contiguous(), targets, bounds, length)
 
 

@@ -23,11 +23,12 @@ from torch import Tensor
 
 from runs import losses, small, train_small
 from stepping import SteppedModel
+from tercet.model.loss import IGNORED
 from tercet.train.cuda_graph import GraphCapturer, capacity_for, fill_bounds
 from tercet.train.device import set_arithmetic
 from tercet.train.graph_choice import STEPS_TO_DECIDE, CudaClock, GraphChoice
 from tercet.train.state import capture_rng
-from tercet.train.step import IGNORED_TARGET, MicroBatch
+from tercet.train.step import MicroBatch
 from tercet.train.trainer import train
 
 pytestmark = pytest.mark.gpu
@@ -74,7 +75,7 @@ def packed(seed: int, documents: int, sequences: int = SEQUENCES) -> MicroBatch:
     inner = torch.randperm(total - 1, generator=draw)[:documents] + 1
     bounds = torch.cat((inner, torch.arange(0, total + 1, LENGTH))).unique().to(torch.int32)
     targets = tokens[:, 1:].clone()
-    targets[0, bounds[1:].long() - 1] = IGNORED_TARGET
+    targets[0, bounds[1:].long() - 1] = IGNORED
     device = torch.device("cuda")
     return MicroBatch(tokens[:, :-1].contiguous().to(device), targets.to(device), bounds.to(device), LENGTH)
 

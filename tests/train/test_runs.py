@@ -20,13 +20,16 @@ from tercet.atomic_io import write_json
 from tercet.config.load import load
 from tercet.errors import TercetError
 from tercet.hints import program
+from tercet.model.transformer import Transformer
 from tercet.parallel.strategy import Single
+from tercet.report.read import read_run
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import RunEnded, Sampled, SelectorsObserved, StepsSkipped, Validated
-from tercet.train.dump import replay
+from tercet.train.dump import replay, write_dump
 from tercet.train.manifest import complete_checkpoints, read_json
 from tercet.train.resume import check_start
 from tercet.train.state import build_state
+from tercet.train.step import MicroBatch
 from tercet.train.trainer import train
 
 
@@ -138,6 +141,7 @@ def test_too_many_nonfinite_steps_stop_the_run_with_a_dump_that_reproduces_them(
     skipped = next(e for e in told if isinstance(e, StepsSkipped))
     first = skipped.steps[0]
     assert first >= 2
+    assert f"stopped: 3 of the last {first + 2} steps were not finite" in str(error.value)
     assert isinstance(told[-1], RunEnded)
     assert told[-1].outcome == "halted"
     path = Path(str(error.value).split("tercet.train.dump ")[1].split("`")[0])
@@ -147,6 +151,19 @@ def test_too_many_nonfinite_steps_stop_the_run_with_a_dump_that_reproduces_them(
     assert not math.isfinite(again["loss"]) or not math.isfinite(again["grad_norm"])
     assert again["nonfinite_weights"] == []
     assert again["nonfinite_gradients"] or not math.isfinite(again["grad_norm"])
+
+
+def test_a_dumped_step_is_replayed_with_the_settings_of_its_selectors(tmp_path: Path) -> None:
+    norms = {}
+    for only in (False, True):
+        config = small(model__selector="learned", train__selector__only=only, train__selector__every=1)
+        tokens = torch.randint(256, (2, 65), generator=torch.Generator().manual_seed(0))
+        torch.manual_seed(0)
+        model = Transformer(config.model)
+        model.init_weights()
+        batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None)
+        norms[only] = replay(write_dump(tmp_path / str(only), 3, model, [batch], config, rank=0), "cpu")["grad_norm"]
+    assert 0 < norms[True] < 0.5 * norms[False]
 
 
 def test_steps_after_the_weights_froze_are_never_saved(tmp_path: Path) -> None:
@@ -242,9 +259,12 @@ def test_the_end_of_the_data_ends_the_run(tmp_path: Path) -> None:
         (texts / f"{i}.txt").write_text(f"document {i} " * 20)
     assert train_small(
         tmp_path / "run", data__source="text", data__path=(str(texts),), data__exhaustion="stop",
-        data__validation_fraction=0.0, train__steps=1000, log__every=4, checkpoint__every=1000,
+        data__validation_fraction=0.3, train__steps=1000, log__every=4, checkpoint__every=1000,
+        train__val_tokens=64, train__val_every=1, train__sample_tokens=1,
     ) == 0  # fmt: skip
-    told = list(read_events(events_file(tmp_path / "run")))[-1]
+    *_, told = found = list(read_events(events_file(tmp_path / "run")))
+    for kind in ("validation", "sample"):  # the last step has one of each
+        assert [event.step for event in found if event.kind == kind][-2:].count(told.step) == 1
     assert isinstance(told, RunEnded)
     assert (told.outcome, told.reason) == ("completed", "the data ended")
     assert 0 < told.step < 1000
@@ -267,13 +287,15 @@ def test_resuming_a_finished_run_prints_how_to_train_longer(
     assert train_small(run, train__steps=5, **by_data if "data" in ended else {}) == 0
     assert "nothing left" not in capsys.readouterr().out
     made = len(losses(run))
-    before = losses(run)
+    before, speed = losses(run), read_run(run).tokens_per_s
+    assert speed
 
     assert cli.main(["train", "--resume", "auto", "--run.dir", str(run)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(f"nothing left to do: {made} of 5 steps are done")
     assert ("and the data ended" in last) == ("data" in ended)
     assert losses(run) == before
+    assert read_run(run).tokens_per_s == speed
 
     if "data" not in ended:
         saved = (run / "config.toml").read_text()

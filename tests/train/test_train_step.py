@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from runs import small
 from tercet.config.sections import TrainConfig
 from tercet.data.loader import build_loader
+from tercet.model.loss import IGNORED
 from tercet.model.transformer import Transformer
 from tercet.parallel.strategy import Single
 from tercet.train.optim import build_optimizer, learning_rate
 from tercet.train.state import freeze_all_but_selectors
-from tercet.train.step import IGNORED_TARGET, MicroBatch, NonFiniteGuard, StepResult, loss_sum, to_device, train_step
+from tercet.train.step import MicroBatch, NonFiniteGuard, StepResult, loss_sum, to_device, train_step
 
 CPU = torch.device("cpu")
 
@@ -33,7 +34,7 @@ def batch(sequences: int, seed: int = 0, ignored: int = 0) -> MicroBatch:
     draw = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, 256, (sequences, 65), generator=draw)
     targets = tokens[:, 1:].clone()
-    targets.view(-1)[:ignored] = IGNORED_TARGET
+    targets.view(-1)[:ignored] = IGNORED
     return MicroBatch(tokens[:, :-1], targets, None)
 
 
@@ -87,7 +88,7 @@ def test_the_loss_is_the_mean_over_the_target_tokens_of_the_whole_step() -> None
     model, optimizer = model_and_optimizer()
     with torch.no_grad():
         logits = model(whole.tokens).double()
-    expected = nn.functional.cross_entropy(logits.flatten(0, 1), whole.targets.flatten(), ignore_index=IGNORED_TARGET)
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), whole.targets.flatten(), ignore_index=IGNORED)
     result = step(model, optimizer, halves(whole, 1))
     assert result.loss.item() == pytest.approx(expected.item(), rel=1e-6)
 

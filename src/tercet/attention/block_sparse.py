@@ -136,7 +136,8 @@ def run_block_sparse(
                 block_indices = _select(q, block_keys, config, packing, span, route[0])
             else:
                 check_selector(*selector, q, k)
-                block_indices = choose_blocks(*selector, config=config, packing=packing, span=span, backend=route[0])
+                own = backend if route[0] == "triton" else "reference"  # "auto": kernels may not take the selector
+                block_indices = choose_blocks(*selector, config=config, packing=packing, span=span, backend=own)
         if every:
             if backend != "reference":
                 route = dense_route(q, v, packing)
@@ -245,6 +246,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, backend: st
 def _dense_rows(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, dense_below: int, backend: str) -> Tensor:
     """Dense attention of the queries at positions below dense_below; 0 for the others. [B, T, H, Dv]"""
     if packing is None:
+        dense_below = min(dense_below, q.shape[1])
         first = _dense(q[:, :dense_below], k[:, :dense_below], v[:, :dense_below], None, backend)
         return F.pad(first, (0, 0, 0, 0, 0, q.shape[1] - dense_below))
     rows, first_tokens = packing.first_tokens(dense_below)

@@ -202,17 +202,18 @@ def make_packing(
 def pack_documents(
     cu_seqlens: Tensor,
     q: Tensor,
-    k_compressed: Tensor,
+    k_compressed: Tensor | None,
     config: NSAConfig,
     max_seqlen: int | None = None,
     *,
     validate: bool = False,
 ) -> Packing:
-    """`make_packing` of q, with the compressed tokens that k_compressed has."""
+    """`make_packing` of q, with the compressed tokens that k_compressed has, if any."""
     if not isinstance(q, Tensor) or q.dim() != 4:
         check_tensors({"q": q})
-    packing = make_packing(cu_seqlens, q, config, k_compressed.shape[1], max_seqlen, validate=validate)
-    if validate or cu_seqlens.device.type == "cpu":
+    count = None if k_compressed is None else k_compressed.shape[1]
+    packing = make_packing(cu_seqlens, q, config, count, max_seqlen, validate=validate)
+    if k_compressed is not None and (validate or cu_seqlens.device.type == "cpu"):
         check_packed_compressed(k_compressed, cu_seqlens, config)
     return packing
 

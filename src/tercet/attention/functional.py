@@ -58,8 +58,8 @@ class NSAInputs(NamedTuple):
 
 def nsa_attention(
     q: Tensor,
-    k_compressed: Tensor,
-    v_compressed: Tensor,
+    k_compressed: Tensor | None,
+    v_compressed: Tensor | None,
     k_selected: Tensor,
     v_selected: Tensor,
     k_window: Tensor,
@@ -86,7 +86,8 @@ def nsa_attention(
                   on a GPU it is not checked, nor are the values of cu_seqlens
     backend       "auto", "reference" or "triton"; one that cannot run raises an error that says why
     return_aux    return (out, AttentionAux): also the selected blocks and the backend of each branch
-    branches      omit branches for ablations; blocks are still selected from the compressed probabilities
+    branches      omit branches for ablations; blocks are still selected from the compressed probabilities. If a
+                  selector or block_indices choose instead, k_compressed and v_compressed may be None
     block_indices int32 [B, T, G, n]: read these blocks instead of selecting; per query ascending, each once, padded
                   with -1 at the end; blocks after the query's own are not read
     validate      check the values of cu_seqlens and max_seqlen on a device too (synchronises), and the order of given
@@ -153,7 +154,8 @@ def run_nsa(
                 _checked.clear()
             _checked[shapes] = route
     if selector is not None and chooses:
-        block_indices = choose_blocks(*selector, config=config, packing=packing, span=span, backend=route[0])
+        own = backend if route[0] == "triton" else "reference"  # "auto": kernels may not take the selector
+        block_indices = choose_blocks(*selector, config=config, packing=packing, span=span, backend=own)
     with without_autocast(inputs.q.device.type):
         if route[0] == "triton":
             from tercet.attention import kernels

@@ -105,7 +105,10 @@ def sweep(
     if steps < 2:
         raise UsageError(f"--steps {steps} is too small: the first step is warm-up, give at least 2")
     given = parse_settings(settings)
-    base = load(preset=preset, file=config or None, flags=given).config.stages[0]  # every cell has one length
+    whole = load(preset=preset, file=config or None, flags=given).config
+    base = whole.stages[0]  # every cell has one length
+    if whole.train.stages:
+        print(f"note: train.stages has no effect: all steps are like those of its first, {whole.train.stages[0]}")
     source = ["--preset", preset, *(["--config", config] if config else [])]
     grid = points(
         lengths or (base.data.seq_len,), batches or (base.train.micro_batch,), checkpointing, strategies, bucket_mb
@@ -115,6 +118,8 @@ def sweep(
         keys = given | _learning_rate_keys(lrs, grid, base, ranks)
     check_writable_folder("--out", folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "sweep.jsonl").exists():
+        print(f"note: replacing the results of an earlier sweep in {folder}")
     if lrs:
         words = launcher(grid[0].strategy, source, ranks, device)
         return sweep_learning_rates(lrs, base, words, keys, steps, seconds, folder)
@@ -193,6 +198,11 @@ def _learning_rate_keys(lrs: Sequence[float], grid: Sequence[Point], base: RunCo
     """The configuration that all learning rates share."""
     if wrong := [lr for lr in lrs if not lr > 0]:
         raise UsageError(f"--lrs {wrong[0]:g} must be above 0: give learning rates such as 0.0003")
+    if base.train.optimizer == "muon" and base.train.muon.lr is not None:
+        raise UsageError(
+            f"--lrs varies train.lr, but train.muon.lr={base.train.muon.lr:g} is set, and Muon's matrices would keep "
+            "it: leave it out, then they learn at the rates of --lrs too"
+        )
     if len(grid) > 1:
         raise UsageError(f"--lrs with {len(grid)} combinations of other settings: give one length, batch size, …")
     (point,) = grid

@@ -98,8 +98,12 @@ class RunConfig(Section):
             except ValueError as error:
                 if not self.train.stages:
                     raise
+                entry = str(self.train.stages[number - 1])
                 rule = re.sub(r"(train|data)[.](?=tokens_per_step|micro_batch|seq_len)", "", str(error))
-                raise ValueError(f"train.stages: stage {number} ({self.train.stages[number - 1]}): {rule}") from None
+                fix = re.search(r"set it to (?:\d+ or )?(\d+)", rule)
+                if fix and "tokens_per_step" not in entry:
+                    rule += f"; for this stage alone write {entry}:tokens_per_step={fix[1]}"
+                raise ValueError(f"train.stages: stage {number} ({entry}): {rule}") from None
         self._check_selector_only()
         return self
 

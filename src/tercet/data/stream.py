@@ -109,7 +109,8 @@ class BadRecordError(DataError):
     def __init__(self, file: str, record: int | str, reason: str, fix: str = "fix it") -> None:
         self.file, self.record, self.reason = file, record, reason
         where = f"record {record} of {file}" if record != "" else file
-        super().__init__(f"{where}: {reason}: {fix}, or skip and count such records with --data.bad_records skip")
+        self.summary = f"{where}: {reason}"
+        super().__init__(f"{self.summary}: {fix}, or skip and count such records with --data.bad_records skip")
 
 
 def first_line(error: BaseException) -> str:

@@ -262,8 +262,8 @@ class TextStream:
     def _skip(self, bad: BadRecordError) -> None:
         if not self._options.skip_bad:
             raise bad
-        if len(self.notes.bad_records) < BAD_RECORDS_KEPT:
-            self.notes.bad_records.append(str(bad))
+        if len(self.notes.bad_records) < BAD_RECORDS_KEPT and bad.summary not in self.notes.bad_records:
+            self.notes.bad_records.append(bad.summary)
 
 
 def record_hash(record: Record) -> int:

@@ -462,8 +462,8 @@ def _warn_beyond_training(model: LanguageModel, run: Path, flag: str, lengths: S
     if not longer:
         return None
     warning = (
-        f"{flag} {' '.join(map(str, longer))} is beyond the {model.context} tokens that {run} was trained with "
-        f"(data.seq_len), so results show extrapolation to unseen positions; to train it at this length: "
+        f"{flag} {' '.join(map(str, longer))} is beyond the {model.context} tokens that {run} was trained with, "
+        f"so results show extrapolation to unseen positions; to train it at this length: "
         f"{extend_context_command(run, longer[-1])}"
     )
     print(f"warning: {printable(warning)}", file=sys.stderr)

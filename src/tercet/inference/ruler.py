@@ -363,6 +363,7 @@ def _validation_text(model: LanguageModel, longest: int) -> np.ndarray:
     text = text[text != model.tokenizer.eos_id]  # padding too
     if len(text) < longest:
         raise UsageError(
-            f"the run's data has only {len(text):,} validation tokens for texts of {longest:,}: use shorter --lengths"
+            f"the run's data has only {len(text):,} validation tokens for texts of {longest:,}: use shorter "
+            "--lengths, or --data-of RUN for the text of a run with more"
         )
     return text

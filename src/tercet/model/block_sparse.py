@@ -213,9 +213,7 @@ def attend_tokens(
 def _select(rows: Tensor, k: Tensor, t: Tensor, blocks: int, config: NSAConfig) -> tuple[Tensor, Tensor]:
     """Selected blocks [B, C, G, n] of scaled queries [B, C, G, h, D] at positions t [B, C], and how many block keys
     each query read [B, C]."""
-    i = torch.arange(k.shape[1], device=rows.device)
-    visible = i * config.compress_stride + config.compress_block <= t[..., None] + 1
-    p = decode.softmax(torch.einsum("bcghd,bsgd->bgchs", rows, k.to(rows.dtype)), visible[:, None, :, None])
+    p, visible = decode.compressed_weights(rows, k, t, config)
     importance = block_importance(p.sum(3), 0, blocks, config)
     return select(importance, t[:, None], config).transpose(1, 2), visible.sum(-1)
 

@@ -270,14 +270,19 @@ def _compressed(
         importance = rows.new_zeros(batch, groups, width, num_blocks)
     else:
         k, v = held
-        i = torch.arange(k.shape[1], device=rows.device)
-        visible = i * config.compress_stride + config.compress_block <= t[..., None] + 1
-        s = torch.einsum("bcghd,bsgd->bgchs", rows, k.to(rows.dtype))
-        p = softmax(s, visible[:, None, :, None])
+        p, visible = compressed_weights(rows, k, t, config)
         out = torch.einsum("bgchs,bsgd->bcghd", p, v.to(rows.dtype))
         read = visible.sum(-1)[..., None].expand(-1, -1, groups)
         importance = block_importance(p.sum(3), 0, num_blocks, config)
     return out, read, select(importance, t[:, None], config).transpose(1, 2)
+
+
+def compressed_weights(rows: Tensor, k: Tensor, t: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    """Weights [B, G, C, h, S] of scaled queries [B, C, G, h, D] at positions t [B, C] for compressed keys k, and which
+    keys they see [B, C, S]."""
+    i = torch.arange(k.shape[1], device=rows.device)
+    visible = i * config.compress_stride + config.compress_block <= t[..., None] + 1
+    return softmax(torch.einsum("bcghd,bsgd->bgchs", rows, k.to(rows.dtype)), visible[:, None, :, None]), visible
 
 
 def attend_selected(

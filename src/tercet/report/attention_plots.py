@@ -105,10 +105,12 @@ def selection_plot(run: Run) -> Plot | None:
     if not samples:
         return None
     last = samples[-5:]
-    layers = [i for i in _layer_range(samples) if any(sum(e.distances[i]) for e in last)]
-    totals = [[sum(column) for column in zip(*(e.distances[i] for e in last), strict=True)] for i in layers]
-    used = max(k for row in totals for k, v in enumerate(row) if v) + 1
-    shares = [[v / max(1, sum(row)) for v in row[:used]] for row in totals]
+    layers = _layer_range(samples)
+    selecting = [i for i in layers if any(sum(e.distances[i]) for e in last)]
+    totals = {i: [sum(column) for column in zip(*(e.distances[i] for e in last), strict=True)] for i in selecting}
+    used = max(k for row in totals.values() for k, v in enumerate(row) if v) + 1
+    none = [math.nan] * used  # of layers that do not select
+    shares = [[v / sum(totals[i]) for v in totals[i][:used]] if i in totals else none for i in layers]
     labels = ["0", "1", *(f"{2 ** (k - 1)}–{2**k - 1}" for k in range(2, used))][:used]
 
     def label_distances(axes: Any) -> None:
@@ -120,7 +122,7 @@ def selection_plot(run: Run) -> Plot | None:
         label_distances(axes)
 
     def over_all(axes: Any) -> None:
-        overall = [sum(column) for column in zip(*(row[:used] for row in totals), strict=True)]
+        overall = [sum(column) for column in zip(*(row[:used] for row in totals.values()), strict=True)]
         axes.bar(range(used), [v / sum(overall) for v in overall], color=BLUE, width=0.8)
         axes.grid(axis="x", visible=False)
         axes.set_ylabel("share of selected blocks")

@@ -38,13 +38,14 @@ def _check_ranks(run: Run) -> list[str]:
         if not run.events.get(rank):
             found.append(f"rank {rank} of {run.world_size} has no events")
             continue
-        steps = run.of(StepLogged, rank)
+        ours, theirs = ({e.step: e.loss for e in run.of(StepLogged, each)} for each in (0, rank))
+        started = run.of(RunStarted, rank)
+        joined = started[-1].step if started else 0  # a resumed run may have more ranks than before
         # Ranks write independently: during a run, one may be a line ahead of another.
-        common = min(len(steps), len(run.steps))
-        if abs(len(steps) - len(run.steps)) > (0 if run.state == "ended" else 1):
-            last = steps[-1].step if steps else 0
+        if sum(step > joined for step in ours.keys() ^ theirs.keys()) > (0 if run.state == "ended" else 1):
+            last = max(theirs, default=0)
             found.append(f"rank {rank} logged up to step {last}, rank 0 up to step {run.step}")
-        if any(not _equal(a.loss, b.loss) for a, b in zip(steps[:common], run.steps[:common], strict=True)):
+        if any(not _equal(ours[step], theirs[step]) for step in ours.keys() & theirs.keys()):
             found.append(f"rank {rank} and rank 0 logged different losses")
     return found
 
@@ -59,6 +60,8 @@ def _check_stream(stream: list[Event]) -> list[str]:
     previous: StepLogged | None = None
     for i, event in enumerate(stream):
         if isinstance(event, RunStarted):
+            if event.rank and previous and event.step > previous.step:
+                previous = None  # the run went on with fewer ranks in between
             if previous is None and event.step and event.resumed_from is None:
                 found.append(f"begins at step {event.step} without resuming from a checkpoint")
             if previous is None:

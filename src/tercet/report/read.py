@@ -157,7 +157,6 @@ class Run:
     def tokens_per_s(self) -> float | None:
         """Median over log intervals, of the last stage that has any. The first interval of each process and stage is
         warm-up and does not count."""
-        starts = {e.step for e in self.started}
         speeds: dict[int, list[float]] = {}  # by stage
         stage, warm = 0, False
         for event in self.events.get(0, []):
@@ -166,7 +165,7 @@ class Run:
             elif isinstance(event, StageStarted):
                 stage, warm = event.stage, False
             elif isinstance(event, StepLogged):
-                if warm and event.step not in starts:
+                if warm:
                     speeds[stage] = [*speeds.get(stage, []), event.tokens_per_s]
                 warm = True
         return statistics.median(speeds[max(speeds)]) if speeds else None
@@ -280,10 +279,14 @@ def _state(run: Run) -> str:
         return "ended"
     if not _locked(run.folder):
         return "gone"
-    interval = run.config.get("log.heartbeat_seconds", 10.0)
-    limit = max(FRESH_SECONDS, 6 * interval if isinstance(interval, (int, float)) else 0)
     last = run.heartbeats.get(0, {}).get("time", 0.0)
-    return "running" if run.read_at - last < limit else "silent"
+    return "running" if run.read_at - last < stale_after(run.config) else "silent"
+
+
+def stale_after(config: Mapping[str, Any]) -> float:
+    """Seconds without a heartbeat after which a process counts as frozen. config: flat keys, as in `Run.config`."""
+    interval = config.get("log.heartbeat_seconds", 10.0)
+    return max(FRESH_SECONDS, 6 * interval if isinstance(interval, (int, float)) else 0)
 
 
 def _locked(folder: Path) -> bool:

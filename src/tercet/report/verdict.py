@@ -153,7 +153,8 @@ def _record_gate(run: Run) -> Gate:
         gate.fail(sentence, INCOMPLETE_RECORD_FIX)
     if len(found) > 4:
         gate.fail(f"and {len(found) - 4} more", "")
-    steps = f"steps 1 to {run.step:,} without gaps" if run.step else "no step is logged yet"
+    first = run.steps[0].first_step if run.steps else 0  # a fork begins later
+    steps = f"steps {first:,} to {run.step:,} without gaps" if first else "no step is logged yet"
     return gate.build(f"{steps}, on {plural(run.world_size, 'rank')}")
 
 

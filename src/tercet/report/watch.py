@@ -17,7 +17,7 @@ from rich.text import Text
 
 from tercet.errors import UsageError
 from tercet.report.facts import describe
-from tercet.report.read import last_heartbeat, read_run
+from tercet.report.read import last_heartbeat, read_run, stale_after
 from tercet.telemetry import events
 from tercet.telemetry.event_log import rank_files
 from tercet.telemetry.events import Event, decode
@@ -36,7 +36,6 @@ PHASES = (
     ("communication", "red"),
     ("other", "white"),
 )
-STALE_SECONDS = 60
 
 
 class Follower:
@@ -86,7 +85,7 @@ class View:
     """All ranks of a run, rendered with rich."""
 
     def __init__(self, folder: Path) -> None:
-        read_run(folder)  # raises if this is not a run folder
+        self.stale_after = stale_after(read_run(folder).config)  # raises if this is not a run folder
         self.folder = folder
         self.ranks: dict[int, Follower] = {}
 
@@ -169,7 +168,7 @@ class View:
                 table.add_row(str(rank), "?", "no heartbeat", "", "", str(step.step if step else 0))
                 continue
             age = time.time() - beat["time"]
-            stale = age > STALE_SECONDS and not follower.ended
+            stale = age > self.stale_after and not follower.ended
             table.add_row(
                 str(rank),
                 Text(printable(str(beat.get("step")))),

@@ -46,6 +46,7 @@ from tercet.config.sections import CheckpointConfig
 from tercet.errors import first_few
 from tercet.train import manifest
 from tercet.train.manifest import CheckpointError, WrongCheckpoint
+from tercet.train.optim import own_shard
 from tercet.version import __version__
 
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -100,7 +101,8 @@ def load_weights_file(path: Path, model: nn.Module) -> None:
     compare_shapes(path, {k: v.shape for k, v in live.items()}, {k: v.shape for k, v in weights.items()})
     with torch.no_grad():
         for name, tensor in live.items():
-            tensor.copy_(weights[name])
+            own, new = own_shard(tensor, weights[name])
+            own.copy_(new)
 
 
 def _check_stored_shapes(path: Path, live: Mapping[str, Tensor], reader: HuggingFaceStorageReader) -> None:

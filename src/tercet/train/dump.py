@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from tercet.config.schema import RunConfig
+from tercet.model.loss import IGNORED
 from tercet.train.device import pick_device
 from tercet.train.optim import global_norm
-from tercet.train.step import IGNORED_TARGET, MicroBatch, autocast, loss_sum
+from tercet.train.state import configure_selectors, freeze_all_but_selectors, set_teacher
+from tercet.train.step import MicroBatch, autocast, loss_sum
 
 
 def write_dump(
@@ -54,6 +56,10 @@ def replay(folder: Path, device_name: str = "auto") -> dict[str, Any]:
     model = Transformer(config.model)
     model.load_state_dict(load_file(folder / "weights.safetensors"))
     model.to(device)
+    if config.train.selector.only:
+        freeze_all_but_selectors(model)
+    configure_selectors(model, config)
+    set_teacher(model, config.train.selector, about["step"])
     batches = []
     for path in sorted(folder.glob("batches_rank*.safetensors")):
         tensors = load_file(path, device=str(device))
@@ -61,7 +67,7 @@ def replay(folder: Path, device_name: str = "auto") -> dict[str, Any]:
             documents = tensors.get(f"{i}.cu_seqlens")
             max_seqlen = None if documents is None else config.data.seq_len
             batches.append(MicroBatch(tensors[f"{i}.tokens"], tensors[f"{i}.targets"], documents, max_seqlen))
-    targets = sum(int((b.targets != IGNORED_TARGET).sum()) for b in batches)
+    targets = sum(int((b.targets != IGNORED).sum()) for b in batches)
     losses = []
     for batch in batches:
         with autocast(device, config.train.precision):

@@ -147,7 +147,7 @@ class MuonAdamW(torch.optim.Optimizer):
         split = [list(tensor.split(parts)) for tensor in (weights, _whole(gradient), momentum)]
         muon(*split, **options, has_complex=False)
         for target, new in zip(kept, (weights, momentum), strict=True):
-            own, own_new = _own_shard(target, new)
+            own, own_new = own_shard(target, new)
             own.copy_(own_new if skip is None else torch.where(skip, own, own_new))
 
 
@@ -155,7 +155,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _own_shard(sharded: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+def own_shard(sharded: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
     """This rank's shard of a tensor, and the same shard of its new value."""
     if not isinstance(sharded, DTensor):
         return sharded, whole

@@ -87,7 +87,7 @@ def build_state(
     if uses_compile(config, device):
         compile_blocks(model, config.train.activation_checkpointing)
     model = strategy.prepare(model)
-    _configure_selectors(model, config.stages[0])
+    configure_selectors(model, config.stages[0])
     optimizer = build_optimizer(model, config.train)
     guard = NonFiniteGuard(device, config.train.max_skipped, config.train.max_skipped_in_row)
     state = TrainState(model, optimizer, guard, Interval(device), device)
@@ -126,7 +126,7 @@ def freeze_all_but_selectors(model: nn.Module) -> None:
             module.frozen = True
 
 
-def _configure_selectors(model: nn.Module, config: RunConfig) -> None:
+def configure_selectors(model: nn.Module, config: RunConfig) -> None:
     """Settings of train.selector. The loss is a mean over the step's micro-batches, like the loss of the model."""
     for module in model.modules():
         if isinstance(module, BlockSelector):
@@ -145,7 +145,7 @@ def start_stage(state: TrainState, config: RunConfig) -> None:
             module.rotary.theta = config.model.rope_theta
         if isinstance(module, Transformer):
             module.config = config.model
-    _configure_selectors(state.model, config)
+    configure_selectors(state.model, config)
     if uses_compile(config, state.device):
         torch._dynamo.reset()  # it would compile for any length, which is slower
     if state.graph is not None:

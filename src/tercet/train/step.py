@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from tercet.config.sections import resolved_precision
 from tercet.data.loader import Batch
 from tercet.data.packing import LoaderStats
+from tercet.model.loss import IGNORED
 from tercet.parallel.strategy import Single, Strategy
 from tercet.train.optim import gradient_norms, update
-
-IGNORED_TARGET = -100
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class MicroBatch:
     """Input of one forward pass, on the device."""
 
     tokens: Tensor  # [b, T], or [1, b*T] with cu_seqlens
-    targets: Tensor  # same shape; IGNORED_TARGET where there is nothing to predict
+    targets: Tensor  # same shape; IGNORED where there is nothing to predict
     cu_seqlens: Any  # int32 [docs+1], a ContextShard under context parallelism, or None
     max_seqlen: int | None = None  # with cu_seqlens: upper bound on document length, constant over the run
 
@@ -126,7 +125,7 @@ def train_step(
     The loss is normalised by the number of targets in the whole step on all ranks, not per micro-batch: packed
     documents leave a different number of targets in each, so a mean of means would weight them unequally.
     """
-    targets = torch.stack([(b.targets != IGNORED_TARGET).sum() for b in batches]).sum()
+    targets = torch.stack([(b.targets != IGNORED).sum() for b in batches]).sum()
     with phase("communication"):
         targets = strategy.all_sum(targets).clamp(min=1)
     # DDP and FSDP average gradients over ranks, but the loss is a sum over ranks.

@@ -385,8 +385,8 @@ class Trainer:
             event = events.StepsSkipped(step=state.step, steps=skipped, total=state.guard.total())
             self.log.emit(event)
             halting += self.observer.observe(event)
-            if state.guard.halted_at():
-                self._halt(state.guard.halted_at(), len(skipped))
+            if halted := state.guard.halted_at():
+                self._halt(halted, [m.nonfinite for m in measured if m.step <= halted])
         logged = events.StepLogged(
             step=state.step,
             loss=measured[-1].loss,
@@ -421,12 +421,15 @@ class Trainer:
         flops_per_token = step_flops(self.stage) / self.stage.train.tokens_per_step
         return flops_per_token * tokens_per_s / (self._peak * self.strategy.world_size)
 
-    def _halt(self, step: int, skipped: int) -> None:
-        """Dump `step` and stop. The weights have been frozen since that step, so the dump reproduces it."""
+    def _halt(self, step: int, nonfinite: list[bool]) -> None:
+        """Dump `step` and stop. The weights have been frozen since that step, so the dump reproduces it.
+
+        nonfinite: of each step since the last log line, up to this one.
+        """
         batches = [to_device(b, self.state.device) for b in self._recent[step]]
         path = write_dump(self.folder.path, step, self.state.model, batches, self.stage, rank=self.strategy.rank)
         raise Halted(
-            f"stopped: {skipped} of the last {len(self._recent)} steps were not finite, over the limits "
+            f"stopped: {sum(nonfinite)} of the last {len(nonfinite)} steps were not finite, over the limits "
             f"(train.max_skipped={self.config.train.max_skipped}, "
             f"train.max_skipped_in_row={self.config.train.max_skipped_in_row}); replay step {step} with "
             f"`{hints.replay_step(path)}`; {describe_newest(self.folder.checkpoints)}"
@@ -450,6 +453,7 @@ class Trainer:
                 step=self.state.step, loss=found[0], tokens=found[1], seconds=seconds, bytes=size, seq_len=length
             )
         )
+        self._logged.add(("validation", self.state.step))
 
     def _stops_validation(self) -> bool:
         """Whether a signal ends the validation, which the resumed run repeats. At the end of a stage it is completed,
@@ -489,6 +493,7 @@ class Trainer:
         if self.strategy.any_rank(self.stop.signal is not None):
             return  # an interrupted sample is not logged
         self.log.emit(events.Sampled(step=self.state.step, prompt=self.config.sample_prompt, text=text))
+        self._logged.add(("sample", self.state.step))
 
     def _save(self) -> None:
         """Start saving the current step."""
