@@ -34,12 +34,11 @@ from tercet.parallel.launch import Launch
 from tercet.report.integrity import contradictions
 from tercet.report.read import read_run
 from tercet.telemetry.event_log import events_file, read_events
-from tercet.telemetry.events import CheckpointFailed, Noted, RunEnded, Sampled, StepLogged, Validated
+from tercet.telemetry.events import CheckpointFailed, Noted, RunEnded, RunStarted, Sampled, StepLogged, Validated
 from tercet.train import trainer, validate
 from tercet.train.checkpoint import HashingFile
 from tercet.train.hooks import StopSignals
 from tercet.train.manifest import complete_checkpoints, step_of
-from tercet.train.resume import find_checkpoint
 from tercet.train.trainer import train
 
 # one layer is enough here; test_exact_resume.py resumes two
@@ -576,15 +575,12 @@ def test_a_fork_saves_the_checkpoint_it_starts_from(fork_server: ForkServer, fin
     assert [losses(c)[step] for step in (3, 4, 5, 6)] == [losses(a)[step] for step in (3, 4, 5, 6)]
 
 
-@pytest.mark.parametrize("resume", ["auto", "run"])
-def test_a_checkpoint_found_by_a_relative_folder_can_be_named_anywhere(
-    finished: Path, monkeypatch: pytest.MonkeyPatch, resume: str
-) -> None:
+def test_a_fork_records_an_absolute_path(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be continued in another working folder."""
     monkeypatch.chdir(finished.parent)
-    folder = Path(finished.name)
-    found = find_checkpoint("auto" if resume == "auto" else str(folder), folder / "checkpoints", verify=False)
-    assert found is not None
-    assert found.path == newest(finished)
+    assert train(small(run__dir=str(tmp_path / "run"), train__steps=7), resume=finished.name) == 0
+    (started,) = events_of(tmp_path / "run", RunStarted)
+    assert started.resumed_from == str(newest(finished))
 
 
 def test_a_fork_that_died_before_its_first_save_can_be_started_again(

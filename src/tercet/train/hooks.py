@@ -97,7 +97,7 @@ def run_started(
         parameters=parameters(config.model).total,
         tokens_per_step=config.train.tokens_per_step,
         accumulation=config.at_step(state.step + 1).accumulation,
-        resumed_from=str(resumed_from) if resumed_from else None,
+        resumed_from=str(resumed_from.resolve()) if resumed_from else None,
         superseded=superseded,
     )
 

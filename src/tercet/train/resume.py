@@ -172,7 +172,7 @@ def find_checkpoint(resume: str, checkpoints: Path, *, verify: bool) -> FoundChe
     for path in reversed(manifest.complete_checkpoints(checkpoints)):
         try:
             check(path)
-            return FoundCheckpoint(path.resolve(), _read_run_state(path), messages)
+            return FoundCheckpoint(path, _read_run_state(path), messages)
         except CheckpointError as error:
             messages.append(f"skipping a damaged checkpoint: {error}")
     if messages:
@@ -214,7 +214,7 @@ def _resolve(path: Path) -> Path:
     for folder in (path / "checkpoints", path):
         found = manifest.complete_checkpoints(folder)
         if found:
-            return found[-1].resolve()
+            return found[-1]
     if (path / "config.json").is_file():
         command = hints.tercet("import", "hf", path, "OUT")
         raise WrongCheckpoint(
