@@ -232,7 +232,7 @@ def test_errors_name_the_option_its_value_the_rule_and_the_fix(capsys, flags, me
     ("command", "message"),
     [
         ("plan --preset tiny --run.threads none --train.steps x", "--train.steps x is not an integer: give one"),
-        ("generate x --context None --top_k x", "--top_k x is not an integer: give one, such as 0"),
+        ("generate x --context None --top_k x", "--top_k x is not an integer: give one"),
         ("eval needle x --trials many", "--trials many is not an integer: give one, such as 8"),
         ("eval needle x --lengths 64 b", "--lengths 64 b: b is not an integer: give numbers"),
         ("eval needle --lengths b x", "--lengths b: b is not an integer: give numbers"),

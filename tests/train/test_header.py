@@ -117,6 +117,12 @@ def test_few_queries_that_teach_a_selector_are_noted(every, advised):
     assert note.endswith(f"--train.selector.every {advised}") if advised else not note
 
 
+@pytest.mark.parametrize(("block", "noted"), [(1 << 20, True), (1 << 10, False)])  # sequences of 64 tokens
+def test_a_shuffle_block_far_larger_than_the_run_is_noted(block, noted):
+    note = lines(data__shuffle_sequences=block).get("note", "")
+    assert note.endswith("--data.shuffle_sequences 12 starts sooner") if noted else not note
+
+
 def test_a_long_first_step_is_announced_with_a_shorter_one(monkeypatch):
     assert "if steps reach 15% of the device's peak" in lines()["time"]
     assert "note" not in lines()

@@ -15,6 +15,7 @@ from tercet.bench.cells import CellRun, failure, run_cell
 from tercet.inference.plots import save_svg, svg_figure
 from tercet.telemetry.events import StepLogged, Validated
 from tercet.telemetry.sinks import mean_of_last, smoothing_window
+from tercet.telemetry.units import plural
 
 if TYPE_CHECKING:
     from tercet.config.schema import RunConfig
@@ -72,7 +73,7 @@ def sweep_learning_rates(
     """Run all rates and write sweep.jsonl, sweep.md and learning-rates.svg. words: the `tercet train` command; keys:
     the configuration keys that all rates share."""
     rates = sorted(set(rates))
-    print(f"{len(rates)} learning rates, {steps} steps each, at most {seconds:g} s each, into {folder}")
+    print(f"{plural(len(rates), 'learning rate')}, {steps} steps each, at most {seconds:g} s each, into {folder}")
     cells = []
     with (folder / "sweep.jsonl").open("w", encoding="utf-8") as log:
         for i, lr in enumerate(rates, 1):

@@ -489,4 +489,5 @@ def _expected(kind: ValueType) -> str:
 def _example(default: Any) -> str:
     if isinstance(default, (tuple, list)):
         default = " ".join(map(str, default))
-    return f", such as {default}" if isinstance(default, (int, float, str)) and default != "" else ""
+    # not 0, which turns most things off
+    return f", such as {default}" if isinstance(default, (int, float, str)) and default else ""

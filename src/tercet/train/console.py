@@ -85,6 +85,8 @@ def header_lines(
         )
     if note := _nothing_to_select(config) or _few_queries_teach(config):
         lines.append(("note", note))
+    if note := _shuffles_more_than_it_reads(config):
+        lines.append(("note", note))
     return lines
 
 
@@ -129,9 +131,24 @@ def _few_queries_teach(config: RunConfig) -> str:
     )
 
 
+_FAST_SHUFFLE = 32 << 20  # tokens that are packed in about a second
+
+
+def _shuffles_more_than_it_reads(config: RunConfig) -> str:
+    """A note if most of a long wait for the first step is for sequences that the run does not reach."""
+    data = config.largest_shuffle
+    read = config.total_tokens // data.seq_len
+    if data.shuffle_sequences <= read or data.shuffle_sequences * data.seq_len < _FAST_SHUFFLE:
+        return ""
+    return (
+        f"data.shuffle_sequences={data.shuffle_sequences} sequences are packed before the first step, but the run "
+        f"reads only {read:,}: --data.shuffle_sequences {read} starts sooner"
+    )
+
+
 def _sequences(config: RunConfig) -> str:
     lengths = ", then ".join(str(stage.data.seq_len) for stage in config.stages)
-    block = config.data.shuffle_sequences
+    block = config.largest_shuffle.shuffle_sequences
     return f"{lengths}, {block:,} packed and shuffled before the first step" if block else lengths
 
 
