@@ -24,7 +24,7 @@ from tercet.model.transformer import Transformer
 from tercet.parallel.strategy import Single
 from tercet.report.read import read_run
 from tercet.telemetry.event_log import events_file, read_events
-from tercet.telemetry.events import RunEnded, Sampled, SelectorsObserved, StepsSkipped, Validated
+from tercet.telemetry.events import Noted, RunEnded, Sampled, SelectorsObserved, StepsSkipped, Validated
 from tercet.train.dump import replay, write_dump
 from tercet.train.manifest import complete_checkpoints, read_json
 from tercet.train.resume import check_start
@@ -260,8 +260,12 @@ def test_the_end_of_the_data_ends_the_run(tmp_path: Path) -> None:
     assert train_small(
         tmp_path / "run", data__source="text", data__path=(str(texts),), data__exhaustion="stop",
         data__validation_fraction=0.3, train__steps=1000, log__every=4, checkpoint__every=1000,
-        train__val_tokens=64, train__val_every=1, train__sample_tokens=1,
+        train__val_tokens=1024, train__val_every=1, train__sample_tokens=1,
     ) == 0  # fmt: skip
+    (note,) = events_of(tmp_path / "run", Noted)
+    assert re.search(
+        r"only \d+ tokens are held out, train.val_tokens asks for 1,024: .* --data.validation_f", note.text
+    )
     *_, told = found = list(read_events(events_file(tmp_path / "run")))
     for kind in ("validation", "sample"):  # the last step has one of each
         assert [event.step for event in found if event.kind == kind][-2:].count(told.step) == 1

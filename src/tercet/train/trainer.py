@@ -453,7 +453,14 @@ class Trainer:
                 step=self.state.step, loss=found[0], tokens=found[1], seconds=seconds, bytes=size, seq_len=length
             )
         )
+        asked, first = self.config.train.val_tokens, all(kind != "validation" for kind, _ in self._logged)
         self._logged.add(("validation", self.state.step))
+        if first and found[1] < asked // 4:
+            text = (
+                f"only {found[1]:,} tokens are held out, train.val_tokens asks for {asked:,}: the validation loss is "
+                "noisy; a new run can hold out more with --data.validation_fraction"
+            )
+            self.log.emit(events.Noted(step=self.state.step, text=text))
 
     def _stops_validation(self) -> bool:
         """Whether a signal ends the validation, which the resumed run repeats. At the end of a stage it is completed,
