@@ -217,7 +217,7 @@ def test_long_steps_count_their_micro_batches(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_long_first_step_prints_its_progress_without_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seconds, lines in ((0.0, 1), (100.0, 0)):
+    for seconds, told in ((0.0, ["1", "2", "4"]), (100.0, [])):
         monkeypatch.setattr("tercet.telemetry.progress.MICRO_BATCHES_AFTER", seconds)
         out = io.StringIO()
         screen = Screen(stream=out)
@@ -226,7 +226,7 @@ def test_a_long_first_step_prints_its_progress_without_a_live_line(monkeypatch: 
             for index in range(8):
                 screen.micro_batch(index, 8)
             screen.advance(step)
-        assert out.getvalue().count("1 of 8 micro-batches done") == lines
+        assert re.findall(r"(\d) of 8 micro-batches done", out.getvalue()) == told
 
 
 def test_skipped_steps_are_warned_about_once() -> None:

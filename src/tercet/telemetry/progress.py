@@ -136,11 +136,13 @@ class Screen:
         self._line.advanced = time.monotonic()
 
     def micro_batch(self, index: int, count: int) -> None:
-        """Show the progress of a step that takes long. Without a live line, print it once, in the first step."""
+        """Show the progress of a step that takes long. Without a live line, print it in the first step, whenever the
+        number of finished micro-batches has doubled."""
         self._line.micro_batch = f"{index + 1}/{count}" if count > 1 else ""
         seconds = time.monotonic() - self._line.advanced
-        if index == 1 and self._line.doing == FIRST_STEP and self._display is None and seconds > MICRO_BATCHES_AFTER:
-            self.say(f"first step: 1 of {count} micro-batches done after {seconds:.1f} s")
+        doubled = index.bit_count() == 1
+        if doubled and self._line.doing == FIRST_STEP and self._display is None and seconds > MICRO_BATCHES_AFTER:
+            self.say(f"first step: {index} of {count} micro-batches done after {seconds:.1f} s")
 
     def doing(self, text: str, *, announce: bool = False) -> None:
         """Show in the live line what takes time now. Without a live line, print it if `announce`."""
