@@ -286,7 +286,8 @@ def _doctor(run: Run) -> list[dict[str, str]]:
 
 
 def _memory(run: Run) -> list[tuple[str, str]]:
-    name = next((n for n in ("step1", *run.memory) if n in run.memory and n != "boot"), None)
+    steps = [name for name in run.memory if name.startswith("step") and "_rank" not in name]
+    name = "step1" if "step1" in steps else next(iter(steps), None)
     record: Mapping[str, Any] = run.memory.get(name or "boot", {})
     keys = ("parameters_mib", "gradients_mib", "optimizer_mib", "buffers_mib")
     return [(k.removesuffix("_mib"), f"{record[k]:.1f} MiB") for k in keys if isinstance(record.get(k), (int, float))]

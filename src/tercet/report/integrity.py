@@ -84,8 +84,7 @@ def _check_stream(stream: list[Event]) -> list[str]:
 
 def _is_superseded(end: RunEnded, later: list[Event]) -> bool:
     """Whether the run was resumed from an earlier step, which moved the last events before this end aside."""
-    restart = next((e for e in later if isinstance(e, RunStarted)), None)
-    return restart is not None and restart.superseded > 0 and restart.step < end.step
+    return any(isinstance(e, RunStarted) and e.superseded > 0 and e.step < end.step for e in later)
 
 
 def _check_interval(

@@ -18,8 +18,10 @@ from tercet.telemetry.events import (
     CheckpointSaved,
     DoctorReported,
     HealthFired,
+    ResourcesObserved,
     RunEnded,
     RunStarted,
+    StageStarted,
     Stalled,
     StepLogged,
     StepsSkipped,
@@ -183,11 +185,11 @@ def memory_gate(run: Run, limits: Thresholds) -> Gate:
     """The run fits in memory and does not grow."""
     gate = GateBuilder(
         "memory",
-        f"peak at most {100 * limits.memory_share:.0f}% of the device; growth over the last two thirds of the run at "
-        f"most {100 * limits.memory_growth:.0f}% or {limits.memory_growth_gib:g} GiB",
+        f"peak at most {100 * limits.memory_share:.0f}% of the device; growth over the last two thirds of its "
+        f"longest process or stage at most {100 * limits.memory_growth:.0f}% or {limits.memory_growth_gib:g} GiB",
         "memory",
     )
-    readings = run.resources
+    readings = _longest_segment(run)
     capacity = run.device_total_gib
     if not run.on_gpu:
         capacity = next((m.get("host_total_gib") for m in run.memory.values()), None)
@@ -210,6 +212,17 @@ def memory_gate(run: Run, limits: Thresholds) -> Gate:
             gate.fail(f"memory grew from {begin:.2f} to {end:.2f} GiB", "find the leak: --profile.steps A:B")
     gate.require_steps(run, limits)
     return gate.build(f"peak {peak:.2f} of {capacity or 0:.1f} GiB, no growth")
+
+
+def _longest_segment(run: Run) -> list[ResourcesObserved]:
+    """Readings of the process and stage that has the most: another number of ranks or length needs other memory."""
+    segments: list[list[ResourcesObserved]] = [[]]
+    for event in run.events.get(0, []):
+        if isinstance(event, RunStarted | StageStarted):
+            segments.append([])
+        elif isinstance(event, ResourcesObserved):
+            segments[-1].append(event)
+    return max(reversed(segments), key=len)
 
 
 def throughput_gate(run: Run, baseline: Run | None, findings: list[HealthFired], limits: Thresholds) -> Gate:
@@ -306,12 +319,19 @@ def checkpoint_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -
     resumes = [e for e in run.started if e.resumed_from is not None]
     continued = [start for start in resumes if _continued(run, start)]
     gate.add_evidence("resumed", f"{times(len(resumes))}, trained further after {len(continued)}")
-    jumps = [f for f in findings if f.rule == "loss_spike" and any(0 < f.step - r.step <= 10 for r in continued)]
+    spikes = [f for f in findings if f.rule == "loss_spike"]
+    jumps = [f for f in spikes if any(0 < _spike_step(run, f) - r.step <= 10 for r in continued)]
     if jumps:
         gate.fail(f"the loss jumped after a resume: {jumps[0].sentence}", "compare with an uninterrupted run")
     if not continued:
         gate.not_tested("never resumed", f"interrupt a run and resume it: {hints.resume(run.folder, run.world_size)}")
     return gate.build(f"{len(saved)} saved, resumed {times(len(continued))} without a jump in the loss")
+
+
+def _spike_step(run: Run, spike: HealthFired) -> int:
+    """The step whose loss it is; spike.step is that of the log line."""
+    losses = ((s, x) for e in run.steps if e.step == spike.step for s, x in enumerate(e.losses, e.first_step))
+    return next((step for step, loss in losses if loss == spike.value), spike.step)
 
 
 def _check_saves(run: Run, saved: list[CheckpointSaved], limits: Thresholds, gate: GateBuilder) -> None:
@@ -352,7 +372,7 @@ def data_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate
         gate.not_tested("trained on synthetic data", "train on your own data: --data.source")
     # not the first interval of a process, which waits for files, tokenizer and a block of shuffled sequences
     begins = {e.step for e in run.started}
-    later = [e for e in run.steps if e.step - len(e.losses) not in begins]
+    later = [e for e in run.steps if not any(e.first_step - 1 <= begin < e.step for begin in begins)]
     if (wait := data_wait_share(later)) is not None:
         gate.add_evidence("waiting for data", f"{100 * wait:.2f}% of step time, start excluded")
         if wait > limits.data_wait:

@@ -98,7 +98,9 @@ class View:
 
     @property
     def ended(self) -> bool:
-        return bool(self.ranks) and all(f.ended for f in self.ranks.values())
+        started: Any = self.ranks[0].last.get(events.RunStarted) if 0 in self.ranks else None
+        ranks = started.world_size if started else len(self.ranks)  # a resumed run may have fewer than before
+        return bool(self.ranks) and all(f.ended for rank, f in self.ranks.items() if rank < ranks)
 
     def draw(self) -> RenderableType:
         """Render one frame."""

@@ -43,6 +43,7 @@ class HealthMonitor:
         self._losses: deque[float] = deque(maxlen=config.loss_window)
         self._speeds: deque[float] = deque(maxlen=50)
         self._warming_up = True
+        self._stage: int | None = None  # of train.stages
 
     def observe(self, event: Event) -> list[HealthFired]:
         """New findings due to this event."""
@@ -50,9 +51,12 @@ class HealthMonitor:
             # Another process, maybe on another device, or another sequence length: throughput starts over, and the
             # first interval is warm-up.
             self._speeds.clear()
+            self._bad.pop(("throughput_drop", None), None)
             self._warming_up = True
             if isinstance(event, StageStarted):
-                self._losses.clear()
+                if event.stage != self._stage:  # a process that resumes within a stage repeats its event
+                    self._losses.clear()
+                self._stage = event.stage
             found = []
         elif isinstance(event, StepLogged):
             found = [*self._loss(event), *self._gradients(event), *self._speed(event), *self._data(event)]

@@ -24,7 +24,7 @@ from tercet.parallel.failure import PeerFailed
 from tercet.parallel.launch import Launch
 from tercet.parallel.strategy import Strategy
 from tercet.telemetry import events
-from tercet.telemetry.event_log import EventLog, read_events, rewind
+from tercet.telemetry.event_log import EventLog, rank_files, read_events, rewind
 from tercet.telemetry.hardware import peak_flops
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
@@ -97,6 +97,9 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
             folder.describe(config, origins, environment(device, device_name(device)), tokenizer)
             save_file_lists(folder.path / FILE_LISTS, loader.stream.notes.files)
         superseded, damaged = rewind(folder.path, strategy.rank, state.step)
+        if strategy.rank == 0:  # ranks that this launch does not have
+            for rank in (r for r in rank_files(folder.path, "events") if r >= strategy.world_size):
+                rewind(folder.path, rank, state.step)
         log = stack.enter_context(closing(EventLog(folder.path, strategy.rank)))
         beat = stack.enter_context(closing(Heartbeat(folder.path, strategy.rank, config.log.heartbeat_seconds)))
         screen.header(header_lines(config, state, device, strategy, folder.path, tokenizer.vocab_size))
@@ -374,6 +377,8 @@ class Trainer:
         state, config = self.state, self.config
         measured = state.interval.read()
         seconds = state.interval.seconds_per_step()
+        if not state.interval.steps_timed:  # all its steps were timed by the process before this one
+            seconds = next((e.step_seconds for e in reversed(self.past) if isinstance(e, events.StepLogged)), seconds)
         timed = max(1, state.interval.steps_timed)
         self.screen.warming_up = state.interval.is_warm_up
         data_seconds = self.loader.wait_seconds
@@ -482,6 +487,7 @@ class Trainer:
 
         def agree(choose: Callable[[], int]) -> int:
             """Rank 0's choice. A signal ends the sample, which may take longer than the time left to exit."""
+            self.beat.at(self.state.step, "sampling")
             return self.strategy.on_rank_0(lambda: choose() if self.stop.signal is None else INVALID_TOKEN)
 
         with self.state.interval.excluded():
