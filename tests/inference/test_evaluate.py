@@ -197,6 +197,13 @@ def test_exactly_the_given_number_of_sequences_is_read(cross):
 
 
 @pytest.mark.parametrize("cross", [False, True])
+def test_sequences_within_one_document_do_not_cross_its_end(cross):
+    model = language_model(data__synthetic__length=50, data__cross_document_attention=cross)
+    (batch,) = within_documents(model, length=16, sequences=1)
+    assert batch.cu_seqlens.tolist() == [0, 16]
+
+
+@pytest.mark.parametrize("cross", [False, True])
 def test_a_sequence_longer_than_the_text_is_measured_without_its_padding(tmp_path, monkeypatch, cross):
     (tmp_path / "a.txt").write_text("".join(f"line {i};" for i in range(40)))
     data = {"data__source": "text", "data__path": str(tmp_path / "a.txt"), "data__separator": ";"}

@@ -139,6 +139,11 @@ def test_time_and_keys_are_counted():
     assert timing.tokens_per_second > 0
 
 
+def test_a_prompt_may_use_padding_rows_of_the_vocabulary_with_a_repetition_penalty():
+    model = language_model(model__vocab_size=512)
+    assert len(tercet.generate(model, [[300, 5]], max_new_tokens=3, repetition_penalty=1.2)[0].tokens) == 3
+
+
 def test_padding_rows_of_the_vocabulary_are_never_sampled():
     model = language_model(model__vocab_size=264)
     with torch.no_grad():

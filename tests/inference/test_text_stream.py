@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import random
 
-from tercet.data.tokenizers import ByteTokenizer
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tercet.data.tokenizers import ByteTokenizer, LibraryTokenizer
 from tercet.inference.generate import Detokenizer
 
 
@@ -27,6 +30,22 @@ def test_undecodable_bytes_do_not_hold_back_the_rest():
     pieces, _ = pushed(b"\xff\xff\xff\xff\xffabc")
     assert "".join(pieces).endswith("abc")
     assert "".join(pieces).count("\ufffd") == 5
+
+
+def test_pieces_add_up_to_the_decoded_text_whatever_the_bytes():
+    draws = random.Random(0)
+    for _ in range(300):
+        text = bytes(draws.choice(b"a\xe2\x82\xac\xf0\x9f\xff") for _ in range(draws.randrange(1, 12)))
+        assert "".join(pushed(text)[0]) == ByteTokenizer().decode(list(text))
+
+
+def test_a_space_between_prompt_and_answer_is_kept():
+    words = {word: i for i, word in enumerate(("<unk>", "</s>", "▁the", "▁cat"))}
+    library = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = LibraryTokenizer(library, "words")
+    stream = Detokenizer(tokenizer, prompt=[2])
+    assert [stream.push(3), stream.push(2), stream.end()] == [" cat", " the", ""]
 
 
 @pytest.mark.parametrize("text", ["ab", "aSTb", "aS", "aSTOb", "STSTSTO"])

@@ -8,6 +8,8 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer as Library
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import tercet
@@ -15,6 +17,7 @@ import tercet.interop.huggingface  # registers
 from inference.models import AS_M7C, language_model, trained
 from tercet import cli
 from tercet.config.data import DataConfig
+from tercet.data.tokenizers import LibraryTokenizer
 from tercet.data.train_tokenizer import train_bpe
 from tercet.errors import TercetError
 from tercet.interop.huggingface import TercetForCausalLM
@@ -90,6 +93,9 @@ def test_the_tokenizer_gives_the_same_tokens(folder):
 def test_a_trained_tokenizer_gives_the_same_tokens(tmp_path):
     (tmp_path / "a.txt").write_text("some words and some other words\n" * 20)
     ours = train_bpe(DataConfig(source="text", path=str(tmp_path)), tmp_path / "tokenizer.json", vocab_size=270)
+    library = Library.from_str(ours.to_str())
+    library.post_processor = TemplateProcessing(single="a $A", special_tokens=[("a", 0)])  # training does not use it
+    ours = LibraryTokenizer(library, "with a first token")
     as_transformers_tokenizer(ours, 64).save_pretrained(tmp_path / "saved")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
     text = " some other words, é <|endoftext|>\n"  # ordinary text, as in training

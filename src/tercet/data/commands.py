@@ -95,7 +95,7 @@ def inspect(
     from tercet.data.inspect import describe, describe_shards
 
     if data.source == "shards":
-        for line in describe_shards(Path(data.path[0]), check=verify):
+        for line in describe_shards(Path(data.path[0]).expanduser(), check=verify):
             print(printable(line))
     for line in describe(data, split=split, sequences=sequences, seed=seed):
         print(printable(line))

@@ -63,6 +63,7 @@ class HubRecordIterator:
     def __init__(self, urls: list[str], text_field: str, position: dict[str, Any] | None) -> None:
         self._urls, self._text_field = urls, text_field
         self._read = position["read"] if position else 0
+        self._reopened = position  # until a record is read, the library's state is that of the start
         library = _import_datasets()
         try:
             with library_logs_attached():
@@ -85,13 +86,13 @@ class HubRecordIterator:
             raise
         except Exception as error:
             raise self._stream_error(error) from error
-        self._read += 1
+        self._read, self._reopened = self._read + 1, None
         text = row.get(self._text_field)
         # last_record() copies the library's whole state, so call it only when an error needs it.
         return make_record(text, None, "", *(("", 0) if isinstance(text, str) else self.last_record()))
 
     def position(self) -> dict[str, Any]:
-        return {"state": self._stream.state_dict(), "read": self._read}
+        return self._reopened or {"state": self._stream.state_dict(), "read": self._read}
 
     def last_record(self) -> tuple[str, int]:
         # The library does not report the file of a row, but its state has the file's index.

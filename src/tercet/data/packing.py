@@ -340,7 +340,7 @@ def _shuffled_sequences(
 
 def _block_size(block: int, handed: int, end: int | None) -> int:
     """Sequences of the next block: fewer before the end of a stage, 0 at it."""
-    return block if end is None else min(block, end - handed)
+    return block if end is None else max(0, min(block, end - handed))
 
 
 def _resume_point(

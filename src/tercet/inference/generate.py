@@ -135,7 +135,7 @@ def stream(
     end = eos_id if eos_id is not None else tokenizer.eos_id if tokenizer is not None else None
     # A padded vocabulary has untrained embedding rows that must never be sampled.
     vocabulary = model.config.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.config.vocab_size)
-    texts = [None if tokenizer is None else Detokenizer(tokenizer, stop) for _ in rows]
+    texts = [None if tokenizer is None else Detokenizer(tokenizer, stop, row) for row in rows]
     device = model.embedding.weight.device
 
     def pieces() -> Iterator[Piece]:
@@ -231,7 +231,8 @@ class _DecodeLoop:
         if step == 0 and self.sampling.repetition_penalty != 1:
             self._seen = torch.zeros_like(logits[:, : self.vocabulary], dtype=torch.bool)
             for i, row in enumerate(self.rows):
-                self._seen[i, torch.tensor(row, device=logits.device)] = True
+                known = [token for token in row if token < self.vocabulary]  # a prompt may use padding rows
+                self._seen[i, torch.tensor(known, dtype=torch.long, device=logits.device)] = True
         uniform = None if self._uniform is None else self._uniform[:, step]
         chosen = sample_token(logits[:, : self.vocabulary], self.sampling, uniform, self._seen)
         if self._seen is not None:
@@ -271,41 +272,50 @@ def _pieces(loop: _DecodeLoop, texts: list[Detokenizer | None]) -> Iterator[Piec
     loop.timing.keys_read = loop.keys_read()
 
 
-# A UTF-8 character has at most four bytes: after that many tokens, undecodable text will not become decodable.
+# A UTF-8 character has at most four bytes, so at most three undecodable ones can become one with the next token.
 _MAX_PENDING_TOKENS = 4
 _UNDECODABLE = "\ufffd"
 
 
 class Detokenizer:
-    """Turns tokens into text. Holds back incomplete characters and anything that may be the start of a stop string."""
+    """Turns tokens into text. Holds back incomplete characters and anything that may be the start of a stop string.
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    prompt: the tokens before. Some tokenizers drop the space before a word if nothing precedes it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(s for s in stop if s)
-        self._tokens: list[int] = []
+        before = list(prompt[-_MAX_PENDING_TOKENS:])
+        self._tokens = [] if tokenizer.decode(before).endswith(_UNDECODABLE) else before
         # The text of word pieces depends on the token before them, so decoding starts one emitted chunk earlier.
-        self._start, self._emitted = 0, 0
+        self._start, self._emitted = 0, len(self._tokens)
+        self._shown = len(self._decode())  # characters of the text since _start that were released
         self._held = ""
         self.stopped = False  # a stop string was found
 
     def push(self, token: int) -> str:
         """The text completed by this token."""
         self._tokens.append(token)
-        known = self._tokenizer.decode(self._tokens[self._start : self._emitted])
-        text = self._tokenizer.decode(self._tokens[self._start :])
-        if text.endswith(_UNDECODABLE) and len(self._tokens) - self._emitted < _MAX_PENDING_TOKENS:
-            return ""
-        self._start, self._emitted = self._emitted, len(self._tokens)
-        return self._release(text[len(known) :])
+        text = self._decode()
+        # the last bytes may become a character with the next token
+        pending = min(_MAX_PENDING_TOKENS - 1, len(text) - len(text.rstrip(_UNDECODABLE)))
+        end = max(self._shown, len(text) - pending)
+        new, self._shown = text[self._shown : end], end
+        if not pending:
+            self._start, self._emitted = self._emitted, len(self._tokens)
+            self._shown = len(self._decode())
+        return self._release(new)
 
     def end(self) -> str:
         """The text still held back."""
         if self.stopped:
             return ""
-        known = self._tokenizer.decode(self._tokens[self._start : self._emitted])
-        rest = self._tokenizer.decode(self._tokens[self._start :])[len(known) :]
-        text = self._release(rest) + ("" if self.stopped else self._held)
+        text = self._release(self._decode()[self._shown :]) + ("" if self.stopped else self._held)
         self._held = ""
         return text
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._tokens[self._start :])
 
     def _release(self, text: str) -> str:
         text = self._held + text

@@ -124,8 +124,8 @@ def within_documents(model: LanguageModel, *, length: int, sequences: int, last:
     among all). Raises if there is none."""
     last = length if last is None else last
     found = unscored = 0
-    for batch in held_out(model, sequences=1 << 30, seq_len=length):
-        if batch.cu_seqlens is not None and batch.cu_seqlens.tolist() != [0, length]:
+    for batch in held_out(model, sequences=1 << 30, seq_len=length, bounds=True):
+        if batch.cu_seqlens is None or batch.cu_seqlens.tolist() != [0, length]:
             continue
         if (batch.targets[0, -last:] == IGNORED).all():
             unscored += 1
@@ -167,11 +167,15 @@ def target_bytes(model: LanguageModel, batch: Batch) -> int:
     return text_bytes(model.tokenizer, batch.targets[batch.targets != IGNORED].tolist())
 
 
-def held_out(model: LanguageModel, *, sequences: int, seq_len: int | None = None, batch: int = 1) -> Iterator[Batch]:
+def held_out(
+    model: LanguageModel, *, sequences: int, seq_len: int | None = None, batch: int = 1, bounds: bool = False
+) -> Iterator[Batch]:
     """Batches of the model's validation data, packed as in training: `sequences` in all, fewer in the last batch if
-    they are not a multiple of `batch`."""
+    they are not a multiple of `batch`. bounds: with cu_seqlens, even if data.cross_document_attention is set."""
     at_least_one(sequences=sequences, seq_len=seq_len, batch=batch)
     data = model.run.data if seq_len is None else model.run.data.model_copy(update={"seq_len": seq_len})
+    if bounds:
+        data = data.model_copy(update={"cross_document_attention": False})
     try:
         opened = build_loader(
             data, seed=model.run.run.seed, batch_sequences=batch, split="validation", tokenizer=model.tokenizer

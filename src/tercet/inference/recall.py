@@ -118,7 +118,7 @@ def _questions(documents: Tensor, task: SyntheticConfig) -> tuple[list[tuple[int
     question = KEY_TOKENS + task.value_tokens + 3  # ?ab=42;
     for row, document in enumerate(documents.tolist()):
         first_question = len(document) - 1 - task.queries * question
-        text = bytes(document)
+        text = bytes(token if token < 256 else 0 for token in document)  # EOS may be larger
         for q in range(task.queries):
             at = first_question + q * question
             assert document[at] == ASK

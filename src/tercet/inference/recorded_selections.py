@@ -127,13 +127,13 @@ def _sequence(model: LanguageModel, length: int) -> Batch:
     whose documents the model then reads as one."""
     first: Batch | None = None
     most = padding = 0  # most: tokens of the fullest sequence
-    for batch in held_out(model, sequences=_SEARCHED, seq_len=length):
+    for batch in held_out(model, sequences=_SEARCHED, seq_len=length, bounds=True):
         filled = length - (batch.stats.padding - padding)
         most, padding = max(most, filled), batch.stats.padding
         if filled < length:
             continue
         first = batch if first is None else first
-        if batch.cu_seqlens is None or batch.cu_seqlens.tolist() == [0, length]:
+        if batch.cu_seqlens is not None and batch.cu_seqlens.tolist() == [0, length]:
             return batch
     if first is None:
         raise UsageError(

@@ -40,6 +40,7 @@ COMMON, UNCOMMON = 30, 3  # how often cwe's words appear
 SHORT = 4096  # below it, cwe's words appear less often
 SHORT_COMMON, SHORT_UNCOMMON = 6, 1
 MOST_WORDS = 6000  # of 8,331 held-out made-up words
+MOST_PAIRED = 1 << 18  # tokens of a text of facts whose keys are pairs of words: there are 25,921 held-out ones
 ALPHA = 2.0  # of fwe: the word of rank k appears in proportion to k^-2
 ZETA = math.pi**2 / 6  # of ALPHA
 TOKENS_PER_PASS = 1 << 16
@@ -258,11 +259,12 @@ class QuestionWriter:
         """A text of facts only."""
         words, what, pair = self._words, draws.choice(self._wordings.whats), draws.choice(self._wordings.pairs)
         draw = words.uuid if uuids else words.number
-        name, value = (words.uuid if uuids else words.pair)(draws), draw(draws)
+        key = words.uuid if uuids else words.pair if length <= MOST_PAIRED else _triple
+        name, value = key(draws), draw(draws)
         asked = self._question(pair.ask.format(what=what, key=name), [value], pair.end)
         fact = self._encode(_fact(pair, what, name, value) + "\n")
         room = length - len(asked.tokens) - len(fact)
-        others = distinct(draws, max(2, room // len(fact)), words.uuid if uuids else words.pair)
+        others = distinct(draws, max(2, room // len(fact)), key)
         lines = self._encode_all(_fact(pair, what, other, draw(draws)) + "\n" for other in others if other != name)
         fits = int(np.searchsorted(np.cumsum([len(line) for line in lines]), room, side="right"))
         if fits < 1:
@@ -354,6 +356,10 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
     """Length of the common beginning."""
     differ = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))
+
+
+def _triple(draws: Draws) -> str:
+    return f"{HELD_OUT_WORDS.pair(draws)}-{HELD_OUT_WORDS.word(draws)}"
 
 
 def _validation_text(model: LanguageModel, longest: int) -> np.ndarray:

@@ -22,6 +22,7 @@ def as_transformers_tokenizer(tokenizer: Tokenizer, context: int) -> PreTrainedT
         library, end = _byte_tokenizer(), BYTE_EOS
     elif isinstance(tokenizer, LibraryTokenizer):
         library = Library.from_str(tokenizer.to_str())
+        library.post_processor = None  # it may add BOS or EOS to a text, which training does not
         end = library.id_to_token(tokenizer.eos_id)
     else:
         raise TercetError(
