@@ -269,7 +269,8 @@ def test_the_search_for_a_scored_target_ends_in_endless_data():
 
 def test_the_search_goes_on_while_some_sequences_have_a_scored_target(monkeypatch):
     monkeypatch.setattr("tercet.inference.perplexity._UNSCORED", 2)
-    scored, unscored = (SimpleNamespace(cu_seqlens=None, targets=torch.tensor([[1, last]])) for last in (1, -100))
+    bounds = torch.tensor([0, 2])
+    scored, unscored = (SimpleNamespace(cu_seqlens=bounds, targets=torch.tensor([[1, last]])) for last in (1, -100))
     batches = [unscored, scored] * 3 + [unscored, unscored, scored]
     monkeypatch.setattr("tercet.inference.perplexity.held_out", lambda model, **_: iter(batches))
     assert list(within_documents(language_model(), length=2, sequences=9, last=1)) == [scored] * 3
