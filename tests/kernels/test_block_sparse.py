@@ -160,3 +160,17 @@ def test_decode_steps_equal_the_references(options: dict[str, object]) -> None:
     tokens = 2 * 16 + t % 16 + 1
     keys = 0 if "selector" in options else CONFIG.num_visible(t)
     assert caches["auto"].reads[0].item() == keys + tokens
+
+
+def test_auto_runs_a_selector_that_the_kernels_do_not_take():
+    x = sample()
+    selector = (torch.randn(1, 63, 2, 300), torch.randn(1, 63, 2, 300))  # the kernels take at most 256 channels
+    out, aux = tercet.block_sparse_attention(
+        x.q, x.ks, x.vs, config=CONFIG, backend="auto", selector=selector, return_aux=True
+    )
+    right, right_aux = tercet.block_sparse_attention(
+        x.q, x.ks, x.vs, config=CONFIG, backend="reference", selector=selector, return_aux=True
+    )
+    assert aux.routes == {"selected": "triton"}
+    assert torch.equal(aux.block_indices, right_aux.block_indices)
+    torch.testing.assert_close(out, right, rtol=1e-5, atol=1e-5)

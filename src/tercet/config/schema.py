@@ -100,9 +100,10 @@ class RunConfig(Section):
                     raise
                 entry = str(self.train.stages[number - 1])
                 rule = re.sub(r"(train|data)[.](?=tokens_per_step|micro_batch|seq_len)", "", str(error))
-                fix = re.search(r"set it to (?:\d+ or )?(\d+)", rule)
-                if fix and "tokens_per_step" not in entry:
-                    rule += f"; for this stage alone write {entry}:tokens_per_step={fix[1]}"
+                passes = -(-stage.train.tokens_per_step // stage.tokens_per_pass)
+                fits = passes * stage.tokens_per_pass
+                if fits != stage.train.tokens_per_step and "tokens_per_step" not in entry:
+                    rule += f"; for this stage alone write {entry}:tokens_per_step={fits}"
                 raise ValueError(f"train.stages: stage {number} ({entry}): {rule}") from None
         self._check_selector_only()
         return self
