@@ -14,7 +14,7 @@ from tercet.data.loader import build_loader
 from tercet.model.loss import IGNORED
 from tercet.model.transformer import Transformer
 from tercet.parallel.strategy import Single
-from tercet.train.optim import build_optimizer, learning_rate
+from tercet.train.optim import MuonAdamW, _build_muon, build_optimizer, learning_rate
 from tercet.train.state import freeze_all_but_selectors
 from tercet.train.step import MicroBatch, NonFiniteGuard, StepResult, loss_sum, to_device, train_step
 
@@ -183,6 +183,23 @@ def test_muon_updates_every_part_of_a_fused_matrix_as_a_matrix_of_its_own(shared
         vectors.step()
     for name, parameter in model.named_parameters():
         assert torch.equal(torch.cat(params[name]), parameter), name
+
+
+def test_muon_gives_parts_of_different_shapes_their_own_learning_rates() -> None:
+    rows, train = (8, 40), TrainConfig(optimizer="muon", lr=1e-2, weight_decay=0.1)  # 40 rows of 16: a higher rate
+    matrices = [nn.Parameter(torch.randn(48, 16)) for _ in range(3)]
+    parts = [nn.Parameter(part.clone()) for matrix in matrices for part in matrix.detach().split(rows)]
+    theirs = torch.optim.Muon(parts, lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn=train.muon.adjust_lr_fn)
+    adamw = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    ours = MuonAdamW(adamw, _build_muon(dict.fromkeys(matrices, rows), train))
+    for _ in range(2):
+        for i in (0, 2):
+            matrices[i].grad = torch.randn(48, 16)
+            parts[2 * i].grad, parts[2 * i + 1].grad = matrices[i].grad.split(rows)
+        ours.step()
+        theirs.step()
+    for i, matrix in enumerate(matrices):
+        torch.testing.assert_close(matrix, torch.cat(parts[2 * i : 2 * i + 2]), rtol=1e-6, atol=1e-8)
 
 
 def test_muon_leaves_learned_selectors_to_their_own_group() -> None:

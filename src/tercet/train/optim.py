@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim._muon import muon
+from torch.optim._muon import _adjust_lr
 
 from tercet.config.sections import TrainConfig
 from tercet.model.ffn import SwiGLU
@@ -103,15 +103,15 @@ def _build_muon(hidden: dict[Tensor, tuple[int, ...]], config: TrainConfig) -> t
 class MuonAdamW(torch.optim.Optimizer):
     """torch's AdamW and Muon as one optimizer, with one state.
 
-    torch.optim.Muon orthogonalises each parameter as a whole, shards included, and cannot skip a step. Its function is
-    called here for one matrix at a time: on the parts of fused projections, on whole matrices gathered from their
-    shards, and with `found_inf` as in the fused AdamW.
+    torch.optim.Muon orthogonalises one parameter at a time, as a whole, shards included, and cannot skip a step. Here
+    the same update is computed for many matrices at once: the parts of fused projections, gathered from their shards;
+    with `found_inf` as in the fused AdamW.
     """
 
     found_inf: Tensor | None = None
 
     def __init__(self, adamw: torch.optim.AdamW, matrices: torch.optim.Muon) -> None:
-        self._adamw, self._muon_options = adamw, list(matrices.defaults)
+        self._adamw = adamw
         super().__init__([*adamw.param_groups, *matrices.param_groups], {})
         self._share()
 
@@ -131,28 +131,67 @@ class MuonAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             if "parts" not in group:
                 continue
-            options = {name: group[name] for name in self._muon_options}
-            for matrix in group["params"]:
-                if matrix.grad is not None:
-                    self._update_matrix(matrix, matrix.grad, group["parts"], options, skip)
+            matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
+            if matrices:
+                together = max(1, _MOST_TOGETHER // matrices[0].numel())
+                for first in range(0, len(matrices), together):
+                    self._update_matrices(matrices[first : first + together], group, skip)
 
-    def _update_matrix(
-        self, matrix: Tensor, gradient: Tensor, parts: tuple[int, ...], options: dict[str, Any], skip: Tensor | None
-    ) -> None:
-        state = self.state[matrix]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(matrix)
-        kept = (matrix, state["momentum_buffer"])
-        weights, momentum = (_whole(tensor).clone() for tensor in kept)
-        split = [list(tensor.split(parts)) for tensor in (weights, _whole(gradient), momentum)]
-        muon(*split, **options, has_complex=False)
-        for target, new in zip(kept, (weights, momentum), strict=True):
-            own, own_new = own_shard(target, new)
-            own.copy_(own_new if skip is None else torch.where(skip, own, own_new))
+    def _update_matrices(self, matrices: list[Tensor], group: dict[str, Any], skip: Tensor | None) -> None:
+        beta, lr = group["momentum"], group["lr"]
+        changed, updates = [], []  # pairs of local tensors, old and new; whole updates
+        for matrix in matrices:
+            state, gradient = self.state[matrix], matrix.grad
+            assert gradient is not None
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(matrix)
+            momentum = state["momentum_buffer"].lerp(gradient, 1 - beta)
+            changed.append((_local(state["momentum_buffer"]), _local(momentum)))
+            updates.append(_whole(gradient.lerp(momentum, beta) if group["nesterov"] else momentum))
+        rate = _adjust_lr(lr, group["adjust_lr_fn"], torch.Size((group["parts"][0], matrices[0].shape[1])))
+        for matrix, update in zip(matrices, _orthogonalize_parts(updates, group), strict=True):
+            own, own_update = own_shard(matrix, update)
+            changed.append((own, (own * (1 - lr * group["weight_decay"])).add_(own_update, alpha=-rate)))
+        for old, new in changed:
+            old.copy_(new if skip is None else torch.where(skip, old, new))
+
+
+_MOST_TOGETHER = 1 << 25  # numbers in the matrices that Muon updates together, which take about 16 bytes each
+
+
+def _orthogonalize_parts(updates: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    """The updates with each part orthogonalised, and scaled if its learning rate differs from that of the first."""
+    parts = [part for update in updates for part in update.split(group["parts"])]
+    found = list(parts)
+    for shape in dict.fromkeys(part.shape for part in parts):
+        alike = [i for i, part in enumerate(parts) if part.shape == shape]
+        batch = torch.stack([parts[i] for i in alike])
+        batch = orthogonalize(batch, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        rate, first = (_adjust_lr(1.0, group["adjust_lr_fn"], size) for size in (shape, parts[0].shape))
+        for i, part in zip(alike, batch if rate == first else batch.float() * (rate / first), strict=True):
+            found[i] = part
+    count = len(group["parts"])
+    return [torch.cat(found[i : i + count]) for i in range(0, len(found), count)]
+
+
+def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """torch.optim.Muon's Newton-Schulz iteration, of a batch of matrices [N, rows, columns]; in bf16."""
+    a, b, c = coefficients
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = (matrices.mT if tall else matrices).bfloat16()
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def own_shard(sharded: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
