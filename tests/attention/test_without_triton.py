@@ -76,6 +76,6 @@ def test_no_kernel_runs_on_a_gpu_that_is_too_old(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], runs: bool
 ) -> None:
     monkeypatch.setattr(hardware, "TRITON_INSTALLED", True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(hardware, "_capability", lambda device: capability)
     x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.bfloat16)
     assert hardware.kernels_run_on(x) is runs

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tercet.attention.dispatch import without_autocast
+from tercet.attention.hardware import capability
 from tercet.attention.layout import WHOLE, Packing, Span
 from tercet.attention.tiling import Tile, segments, tiled_attention
 
@@ -55,7 +56,7 @@ def dense_route(q: Tensor, v: Tensor, packing: Packing | None = None, span: Span
         return "sdpa", f"cuDNN attention needs Dk = Dv, a multiple of 8 and at most 128: here {found}"
     if q.shape[1] == 1:
         return "sdpa", None  # cuDNN has no kernel for a single token
-    if torch.cuda.get_device_capability(q.device) < (9, 0):
+    if capability(q.device) < (9, 0):
         return "sdpa", None  # FlashAttention-2 is as fast there
     return "cudnn", None
 

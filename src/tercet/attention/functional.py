@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tercet.attention import checks, reference
 from tercet.attention.config import BRANCHES, NSAConfig, check_branches
-from tercet.attention.dispatch import Route, choose_backend, without_autocast
+from tercet.attention.dispatch import Route, call_key, choose_backend, without_autocast
 from tercet.attention.layout import (
     WHOLE,
     Buckets,
@@ -138,8 +137,8 @@ def run_nsa(
     """
     plain = packing is None and span is WHOLE
     given = (*inputs, block_indices, *(selector or ()))
-    shapes = _shapes(given, config, branches, backend) if plain else None
-    route = None if shapes is None else _checked.get(shapes)
+    key = call_key(given, config, branches, backend) if plain else None
+    route = None if key is None else _checked.get(key)
     chooses = block_indices is None and (select or "selected" in branches)
     if route is None:
         by_compressed = chooses and selector is None
@@ -149,10 +148,10 @@ def run_nsa(
         if selector is not None:
             check_selector(*selector, inputs.q, inputs.k_selected)
         route = choose_backend(backend, _without_gates(inputs), config, why_no_query_range(span, packing, branches))
-        if shapes is not None:
+        if key is not None:
             if len(_checked) >= _MOST_CHECKED:
                 _checked.clear()
-            _checked[shapes] = route
+            _checked[key] = route
     if selector is not None and chooses:
         own = backend if route[0] == "triton" else "reference"  # "auto": kernels may not take the selector
         block_indices = choose_blocks(*selector, config=config, packing=packing, span=span, backend=own)
@@ -200,15 +199,6 @@ def run_window(
 # host time of a short call.
 _checked: dict[Hashable, tuple[str, str | None]] = {}
 _MOST_CHECKED = 256
-
-
-def _shapes(given: tuple[Tensor | None, ...], config: NSAConfig, branches: tuple[str, ...], backend: str) -> Hashable:
-    """All that the checks and the backend depend on; None if a call must be checked: traced, or not on a GPU."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return None
-    if not all(x is None or (isinstance(x, Tensor) and x.is_cuda) for x in given):
-        return None
-    return config, branches, backend, tuple([None if x is None else (x.shape, x.dtype, x.device) for x in given])
 
 
 def _without_gates(inputs: NSAInputs) -> dict[str, Tensor | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,7 +20,17 @@ def kernels_run_on(x: Tensor) -> bool:
     """Whether the kernels support x's device and dtype."""
     if not TRITON_INSTALLED or x.dtype not in KERNEL_DTYPES:
         return False
-    return torch.cuda.get_device_capability(x.device) >= OLDEST_CAPABILITY if x.is_cuda else interpreting()
+    return capability(x.device) >= OLDEST_CAPABILITY if x.is_cuda else interpreting()
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device."""
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache(maxsize=64)
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)  # 25 µs
 
 
 def interpreting() -> bool:
@@ -32,4 +43,4 @@ def interpreting() -> bool:
 
 
 # What torch.compiler.assume_constant_result sets; calling it would import torch._dynamo, a second at every start.
-interpreting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+interpreting._dynamo_marked_constant = capability._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -116,11 +116,11 @@ class BlockSparseAttention(SelectingLayer, DenseAttention):
             return decode.run_token(self, x, cache, lengths)
         new = cache.begin(self.cache_key(), x, lengths)
         x = new.zero_padding(x)
-        q, k, v = self.project(x, new.positions) if rope is None else self.project(x, None, rope.tokens)
+        q, k, v, *scorer = self.project_new(x, new, cache, rope, *self.selector_layers())
         completed = cache.append_tokens(new, k, v)
         scored = None
         if self.selector is not None:
-            scored = self.selector.append(x, new, cache, None if rope is None else rope.selector)
+            scored = self.selector.append(scorer, new, cache, None if rope is None else rope.selector)
         cache.reads = None
         if new.fresh:
             return self._prefill(new, cache, q, k, v, scored)
@@ -142,8 +142,7 @@ class BlockSparseAttention(SelectingLayer, DenseAttention):
     def decode_token(self, x: Tensor, cache: Any, counts: Tensor | None) -> tuple[Tensor, Tensor]:
         from tercet.attention.kernels import decode as kernels
 
-        own = () if self.selector is None else (self.selector.q_proj, self.selector.k_proj)
-        q, kv, *scored = decode.project_token(x, cache, self.q_proj, self.kv_proj, *own)
+        q, kv, *scored = decode.project(x, cache, self.q_proj, self.kv_proj, *self.selector_layers())
         norms = decode.kernel_norms(self.q_norm, None if self.k_norm is None else [self.k_norm], q.dtype)
         out, read, cache.block_indices = kernels.nsa_step(
             q, kv, None, decode.kernel_cache(cache), counts, self.config, decode.kernel_heads(self),

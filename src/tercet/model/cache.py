@@ -90,7 +90,7 @@ class Cache:
         self._rope_frequencies: Tensor | None = None
         self._selector_frequencies: Tensor | None = None
         self._arrival_counters: Tensor | None = None
-        self._fused_weights: dict[torch.dtype, tuple[Tensor, Tensor | None]] = {}
+        self._fused_weights: dict[tuple[Any, ...], tuple[Tensor, Tensor | None]] = {}
         if max_len is not None:
             self._reserve(max_len)
 
@@ -138,7 +138,8 @@ class Cache:
         16, so that every row of the product is aligned. Copied at the first step: like the cached tokens, they are
         those of one set of weights."""
         # one copy per dtype (autocast): a captured CUDA graph may read the other one
-        if dtype not in self._fused_weights:
+        key = (dtype, *layers)
+        if key not in self._fused_weights:
             weights = [layer.weight.to(dtype) for layer in layers]
             rows = sum(w.shape[0] for w in weights)
             weights.append(weights[0].new_zeros(-rows % 16, weights[0].shape[1]))
@@ -148,8 +149,8 @@ class Cache:
                 for part, layer in zip(bias.split([w.shape[0] for w in weights]), layers, strict=False):
                     if layer.bias is not None:
                         part.copy_(layer.bias)
-            self._fused_weights[dtype] = torch.cat(weights), bias
-        return self._fused_weights[dtype]
+            self._fused_weights[key] = torch.cat(weights), bias
+        return self._fused_weights[key]
 
     # ------------------------------------------------------------ rows
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from tercet.attention.config import NSAConfig
 from tercet.attention.dispatch import REQUESTED, cannot_run, without_autocast
 from tercet.attention.functional import NSAInputs, run_nsa, run_window
-from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting
+from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting, kernels_run_on
 from tercet.attention.layout import Span
 from tercet.attention.reference import block_importance, combine, select, select_at
 from tercet.attention.tiling import compute_dtype
@@ -166,15 +166,22 @@ def run_token(layer: AttentionLayer, x: Tensor, cache: Any, lengths: Tensor | No
     return layer.o_proj(out)
 
 
-def project_token(x: Tensor, cache: Cache, *layers: nn.Linear) -> tuple[Tensor, ...]:
-    """Outputs of linear layers that read the same token. Small ones run as one product: each launch costs a step of a
-    small model more than its work does."""
+def project_together(x: Tensor, cache: Cache, *layers: nn.Linear) -> Tensor | None:
+    """Outputs of small linear layers that read the same tokens, side by side, followed by padding: one product, since
+    each launch costs a small model more than its work does. None if they are large, not plain, or not on a GPU."""
     weights = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
-    if weights > _FUSED_BYTES or not are_plain(*layers):
-        return tuple(layer(x) for layer in layers)
+    if not kernels_run_on(x) or weights > _FUSED_BYTES or not are_plain(*layers):
+        return None
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else layers[0].weight.dtype
-    y = F.linear(x, *cache.fused_weights(layers, dtype))
+    return F.linear(x, *cache.fused_weights(layers, dtype))
+
+
+def project(x: Tensor, cache: Cache, *layers: nn.Linear) -> tuple[Tensor, ...]:
+    """Outputs of linear layers that read the same tokens."""
+    y = project_together(x, cache, *layers)
+    if y is None:
+        return tuple(layer(x) for layer in layers)
     sizes = [layer.out_features for layer in layers]
     return y.split([*sizes, y.shape[-1] - sum(sizes)], -1)[:-1]
 

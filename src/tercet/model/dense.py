@@ -11,7 +11,7 @@ from tercet.attention.config import NSAConfig
 from tercet.attention.dense import dense_attention, dense_route
 from tercet.attention.layout import Packing
 from tercet.model import decode
-from tercet.model.cache import Cache, DenseCache
+from tercet.model.cache import Cache, DenseCache, NewTokens
 from tercet.model.config import NSA_ONLY, AttentionKind, RopeConfig
 from tercet.model.layer import AttentionLayer
 from tercet.model.rope import CosSin, RopeCache, Rotary, rotate
@@ -57,18 +57,32 @@ class DenseAttention(AttentionLayer):
         return ("dense",)
 
     def project(
-        self, x: Tensor, positions: Tensor | None, cos_sin: CosSin | None = None
+        self,
+        x: Tensor,
+        positions: Tensor | None,
+        cos_sin: CosSin | None = None,
+        projected: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v; q and k rotated at their tokens' positions."""
+        """q, k and v; q and k rotated at their tokens' positions. projected: outputs of q_proj and kv_proj, if the
+        caller has them."""
         batch, length, _ = x.shape
         cos_sin = self.rotary.of_tokens(x, positions) if cos_sin is None else cos_sin
-        q = self.q_proj(x).view(batch, length, self.heads, self.head_dim)
-        k, v = self.kv_proj(x).split(self.kv_rows, dim=-1)
+        q, kv = (self.q_proj(x), self.kv_proj(x)) if projected is None else projected
+        q = q.view(batch, length, self.heads, self.head_dim)
+        k, v = kv.split(self.kv_rows, dim=-1)
         k = k.view(batch, length, self.kv_heads, self.head_dim)
         v = v.view(batch, length, self.kv_heads, self.value_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, cos_sin), rotate(k, cos_sin), v
+
+    def project_new(
+        self, x: Tensor, new: NewTokens, cache: Cache, rope: RopeCache | None, *more: nn.Linear
+    ) -> tuple[Tensor, ...]:
+        """q, k and v of tokens after a cache, and the outputs of `more` layers that read x."""
+        q, kv, *others = decode.project(x, cache, self.q_proj, self.kv_proj, *more)
+        cos_sin = self.rotary.cos_sin(new.positions) if rope is None else rope.tokens
+        return *self.project(x, None, cos_sin, (q, kv)), *others
 
     def _forward_sequence(
         self, x: Tensor, packing: Packing | None, rope: RopeCache | None, sampled: Tensor | None
@@ -85,7 +99,7 @@ class DenseAttention(AttentionLayer):
             return decode.run_token(self, x, cache, lengths)
         new = cache.begin(self.cache_key(), x, lengths)
         x = new.zero_padding(x)
-        q, k, v = self.project(x, new.positions) if rope is None else self.project(x, None, rope.tokens)
+        q, k, v = self.project_new(x, new, cache, rope)
         cache.append(new, k, v)
         if new.fresh:  # prefill; causal masks hide the right padding from every real token
             cache.reads = None
@@ -99,6 +113,6 @@ class DenseAttention(AttentionLayer):
         from tercet.attention.kernels import decode as kernels
 
         held = kernels.Held(cache.lengths, cache.rope_frequencies(), cache.capacity, selected=cache.stores())
-        q, kv = decode.project_token(x, cache, self.q_proj, self.kv_proj)
+        q, kv = decode.project(x, cache, self.q_proj, self.kv_proj)
         norms = decode.kernel_norms(self.q_norm, None if self.k_norm is None else [self.k_norm], q.dtype)
         return kernels.dense_step(q, kv, held, counts, decode.kernel_heads(self), norms=norms)

@@ -188,6 +188,10 @@ class SelectingLayer(AttentionLayer):
     def selector_size(self) -> int:
         return 0 if self.selector is None else self.selector.size
 
+    def selector_layers(self) -> tuple[nn.Linear, ...]:
+        """The projections of a learned selector."""
+        return () if self.selector is None else (self.selector.q_proj, self.selector.k_proj)
+
     def sample(self, x: Tensor) -> Tensor | None:
         if self.selector is None or not (self.training and torch.is_grad_enabled() and x.numel()):
             return None

@@ -225,14 +225,20 @@ class NativeSparseAttention(SelectingLayer):
         from tercet.attention.kernels import qkv_split
 
         weights = [self.q_proj.weight, self.kv_proj.weight, self.gate.proj.weight]
-        key_sets = self.key_sets if self.compresses or self.shared_kv else qkv_split.UNCOMPRESSED
-        width = qkv_split.columns(self.heads, self.kv_heads, self.head_dim, key_sets)
+        width = qkv_split.columns(self.heads, self.kv_heads, self.head_dim, self._split_key_sets())
         weights.append(weights[0].new_zeros(width - sum(w.shape[0] for w in weights), self.dim))
         bias = None
         if self.q_proj.bias is not None:
             biases = (self.q_proj.bias, self.kv_proj.bias)
             bias = torch.cat((*biases, biases[0].new_zeros(width - sum(b.shape[0] for b in biases))))
-        y = F.linear(x, torch.cat(weights), bias)
+        return self._split(F.linear(x, torch.cat(weights), bias), packing, rope, self.gate.proj.bias)
+
+    def _split(self, y: Tensor, packing: Packing | None, rope: RopeCache, gate_bias: Tensor | None) -> NSAInputs:
+        """The operator's inputs from the outputs of q_proj, kv_proj and gate.proj side by side; gate_bias: if it is not
+        part of them."""
+        from tercet.attention.kernels import qkv_split
+
+        key_sets = self._split_key_sets()
         maps = (None,) * 4 if packing is None else tuple(packing.tokens_to_chunks)
         sizes = [self.heads, self.kv_heads, self.head_dim, self.config.compress_stride, key_sets]
         q, ks, vs, kw, vw, chunks, logits = qkv_split.split_qkv(y, rope.tokens, maps, sizes)
@@ -241,7 +247,12 @@ class NativeSparseAttention(SelectingLayer):
             assert rope.compressed is not None
             kc, vc = compress_keys_and_values(chunks, self.compress_k, self.compress_v, packing)
             kc = rotate(kc, rope.compressed)
-        return NSAInputs(q, kc, vc, ks, vs, kw, vw, self.gate.activate(logits, self.gate.proj.bias))
+        return NSAInputs(q, kc, vc, ks, vs, kw, vw, self.gate.activate(logits, gate_bias))
+
+    def _split_key_sets(self) -> int:
+        from tercet.attention.kernels import qkv_split
+
+        return self.key_sets if self.compresses or self.shared_kv else qkv_split.UNCOMPRESSED
 
     def separate_inputs(self, x: Tensor, packing: Packing | None, rope: RopeCache) -> NSAInputs:
         """Separate projections for q, keys and values, and gates: on any device, with every option."""
@@ -341,13 +352,20 @@ class NativeSparseAttention(SelectingLayer):
             return decode.run_token(self, x, cache, lengths)
         new = cache.begin(self.cache_key(), x, lengths)
         x = new.zero_padding(x)
+        layers = self._projections(cache)
+        fused = decode.project_together(x, cache, *layers) if new.fresh and self.can_fuse(x) else None
         # a learned selector's queries of the new tokens, and all keys that they can see
         scored = None
         if self.selector is not None and cache.keeps_selector:
-            scored = self.selector.append(x, new, cache, None if rope is None else rope.selector)
+            if fused is None:
+                scorer = [layer(x) for layer in layers[3:]]
+            else:
+                first, size = sum(layer.out_features for layer in layers[:3]), self.selector.q_proj.out_features
+                scorer = list(fused[..., first : first + 2 * size].split(size, -1))
+            scored = self.selector.append(scorer, new, cache, None if rope is None else rope.selector)
         given = None if self.random_blocks is None else self.random_blocks(new.positions, new.longest)
         if new.fresh:
-            return self._prefill(x, new, cache, rope, scored, given)
+            return self._prefill(x, fused, new, cache, rope, scored, given)
         q, raw_k, keys, values = self.project(x, new.positions)
         gates = self.gate(x)
         blocks = cache.append(new, raw_k, keys, values)
@@ -363,20 +381,28 @@ class NativeSparseAttention(SelectingLayer):
             out = decode.cached_nsa_attention(q, gates, cache, new, self.config, self.branches, scored, given)
         return self.o_proj(out.flatten(2))
 
+    def _projections(self, cache: NSACache) -> tuple[nn.Linear, ...]:
+        """q_proj, kv_proj and gate.proj, and those of a learned selector, if the cache keeps its keys."""
+        own = self.selector_layers() if cache.keeps_selector else ()
+        return self.q_proj, self.kv_proj, self.gate.proj, *own
+
     def _prefill(
-        self, x: Tensor, new: NewTokens, cache: NSACache, rope: RopeCache | None,
+        self, x: Tensor, fused: Tensor | None, new: NewTokens, cache: NSACache, rope: RopeCache | None,
         scored: Scorer | None, given: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """The first tokens of an empty cache: the whole-sequence operator is faster, and causal masks hide the right
-        padding from every real token."""
+        padding from every real token. fused: the outputs of `_projections`, if they were computed together."""
         rope = rope_cache(self.rotary, x, None, self.config) if rope is None else rope
-        inputs = self.inputs(x, None, rope)
+        inputs = self.inputs(x, None, rope) if fused is None else self._split(fused, None, rope, None)
         # the cache keeps the last raw tokens of each row
         raw_k = None
         keys = {"selected": inputs.k_selected, "window": inputs.k_window}
         values = {"selected": inputs.v_selected, "window": inputs.v_window}
         if self.compresses:
-            raw_k, values["compressed"] = self._raw_compressed(x if new.padded else x[:, -self.config.compress_block :])
+            last = slice(None) if new.padded else slice(-self.config.compress_block, None)
+            first = self.q_proj.out_features
+            kv = self.kv_proj(x[:, last]) if fused is None else fused[:, last, first : first + sum(self.kv_rows)]
+            raw_k, values["compressed"] = self._raw_compressed(kv)
         cache.append(new, raw_k, keys, values)
         if inputs.k_compressed is not None and inputs.v_compressed is not None:
             kc, vc = (each[:, : new.emitted] for each in (inputs.k_compressed, inputs.v_compressed))
@@ -388,9 +414,9 @@ class NativeSparseAttention(SelectingLayer):
         )  # fmt: skip
         return self.o_proj(out.flatten(2))
 
-    def _raw_compressed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the compressed branch before φ: [B, T, G, D] each."""
-        sets = self._keys_and_values(self.kv_proj(x).split(self.kv_rows, dim=-1))
+    def _raw_compressed(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the compressed branch before φ, [B, T, G, D] each, from the output of kv_proj."""
+        sets = self._keys_and_values(kv.split(self.kv_rows, dim=-1))
         k, v = (each[0].unflatten(-1, (self.kv_heads, -1)) for each in sets)
         return k if self.k_norms is None else self.k_norms[0](k), v
 
@@ -403,16 +429,13 @@ class NativeSparseAttention(SelectingLayer):
     def decode_token(self, x: Tensor, cache: NSACache, counts: Tensor | None) -> tuple[Tensor, Tensor]:
         from tercet.attention.kernels import decode as kernels
 
-        own: tuple[nn.Linear, ...] = ()
-        if self.selector is not None and cache.keeps_selector:
-            own = self.selector.q_proj, self.selector.k_proj
-        q, kv, gates, *scored = decode.project_token(x, cache, self.q_proj, self.kv_proj, self.gate.proj, *own)
+        q, kv, gates, *scored = decode.project(x, cache, *self._projections(cache))
         key_norms = None if self.k_norms is None else self.per_branch(tuple(self.k_norms))
         out, read, cache.block_indices = kernels.nsa_step(
             q, kv, gates, decode.kernel_cache(cache), counts, self.config, decode.kernel_heads(self),
             branches=self.branches, shared=self.shared_kv, softmax_gate=self.gate.kind == "softmax",
             norms=decode.kernel_norms(self.q_norm, key_norms, q.dtype),
             phi=(decode.phi_weights(self.compress_k), decode.phi_weights(self.compress_v)),
-            absent=self._absent(), selector=(scored[0], scored[1]) if own else None,
+            absent=self._absent(), selector=(scored[0], scored[1]) if scored else None,
         )  # fmt: skip
         return out, read

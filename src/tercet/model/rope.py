@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tercet.attention.config import NSAConfig
+from tercet.attention.hardware import kernels_run_on
 from tercet.attention.layout import Packing
 from tercet.model.config import RopeConfig
 
@@ -130,6 +131,8 @@ def compressed_positions(index: Tensor, config: NSAConfig) -> Tensor:
 
 
 def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
+    if _in_one_launch(x):
+        return _rotate_on_gpu(x, cos_sin)
     cos, sin = (part.to(torch.promote_types(x.dtype, torch.float32)) for part in cos_sin)
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -137,6 +140,8 @@ def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
 
 def rotate_first(x: Tensor, cos_sin: CosSin) -> Tensor:
     """`rotate` for fewer angles than x has pairs: its first channels are rotated, the others stay as they are."""
+    if _in_one_launch(x):
+        return _rotate_on_gpu(x, cos_sin)
     cos, sin = (part.to(torch.promote_types(x.dtype, torch.float32)) for part in cos_sin)
     pairs = cos.shape[-1]
     first, second, rest = x.split((pairs, pairs, x.shape[-1] - 2 * pairs), dim=-1)
@@ -144,3 +149,16 @@ def rotate_first(x: Tensor, cos_sin: CosSin) -> Tensor:
     rotated = first * cos - second * sin, second * cos + first * sin
     # rounded before they are joined: a sequence's queries are copied once
     return torch.cat((*(part.to(x.dtype) for part in rotated), rest), dim=-1)
+
+
+def _in_one_launch(x: Tensor) -> bool:
+    """Whether a kernel without a gradient can rotate x."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    return x.dim() == 4 and x.numel() > 0 and kernels_run_on(x)
+
+
+def _rotate_on_gpu(x: Tensor, cos_sin: CosSin) -> Tensor:
+    from tercet.attention.kernels.rotate import rotate as kernel
+
+    return kernel(x, *cos_sin)

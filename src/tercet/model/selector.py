@@ -10,6 +10,7 @@ Axes: a selector's queries and keys [B, T, G, size]; S sampled queries, h query 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,32 +81,33 @@ class BlockSelector(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None, cos_sin: CosSin | None = None) -> tuple[Tensor, Tensor]:
         """Queries and keys of x [B, T, dim], which is detached; cos_sin: of the positions, if the caller has it."""
         with torch.no_grad():  # `loss` projects its few queries again: one gradient over all of them would cost more
-            q = self._heads(self.q_proj, x)
-        k = self._heads(self.k_proj, x)
-        if self.rotary is None:
-            return q, k
-        cos_sin = self.rotary.of_tokens(x, positions) if cos_sin is None else cos_sin
-        if k.requires_grad or torch.compiler.is_compiling():
-            return rotate_first(q, cos_sin), rotate_first(k, cos_sin)
-        rotated = rotate_first(torch.stack((q, k)), cos_sin)  # half as many launches, which a prompt waits for
-        return rotated[0], rotated[1]
+            q = self.q_proj(x.detach())
+        k = self.k_proj(x.detach())
+        if self.rotary is not None and cos_sin is None:
+            cos_sin = self.rotary.of_tokens(x, positions)
+        return self._rotate(q, cos_sin), self._rotate(k, cos_sin)
 
     def append(
-        self, x: Tensor, new: NewTokens, cache: NSACache, cos_sin: CosSin | None = None
+        self, projected: Sequence[Tensor], new: NewTokens, cache: NSACache, cos_sin: CosSin | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Store the keys of the new tokens. Returns their queries, and all keys that they can see."""
-        queries, keys = self(x, new.positions) if cos_sin is None else self(x, None, cos_sin)
+        """Store the keys of the new tokens. Returns their queries, and all keys that they can see.
+
+        projected: outputs of q_proj and k_proj for these tokens.
+        """
+        if self.rotary is not None and cos_sin is None:
+            cos_sin = self.rotary.cos_sin(new.positions)
+        queries, keys = (self._rotate(y, cos_sin) for y in projected)
         cache.append_selector(new, keys)
         return queries, keys if new.fresh else cache.selector_keys(new).to(queries.dtype)
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """Queries [S, G, size] of some tokens x [S, dim], with a gradient for the projection."""
-        q = self._heads(self.q_proj, x)
-        return q if self.rotary is None else rotate_first(q, self.rotary.cos_sin(positions))
+        return self._rotate(self.q_proj(x.detach()), None if self.rotary is None else self.rotary.cos_sin(positions))
 
-    def _heads(self, proj: nn.Linear, x: Tensor) -> Tensor:
-        """[..., dim] -> [..., G, size]"""
-        return proj(x.detach()).unflatten(-1, (self.kv_heads, self.size))
+    def _rotate(self, y: Tensor, cos_sin: CosSin | None) -> Tensor:
+        """[..., G · size] -> [..., G, size]"""
+        y = y.unflatten(-1, (self.kv_heads, self.size))
+        return y if self.rotary is None or cos_sin is None else rotate_first(y, cos_sin)
 
     def loss_of_rows(
         self,

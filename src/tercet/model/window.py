@@ -80,7 +80,7 @@ class WindowAttention(DenseAttention):
             return decode.run_token(self, x, cache, lengths)
         new = cache.begin(self.cache_key(), x, lengths)
         x = new.zero_padding(x)
-        q, k, v = self.project(x, new.positions) if rope is None else self.project(x, None, rope.tokens)
+        q, k, v = self.project_new(x, new, cache, rope)
         cache.append(new, k, {"window": k}, {"window": v})
         if new.fresh:  # prefill; causal masks hide the right padding from every real token
             cache.reads = None
@@ -96,7 +96,7 @@ class WindowAttention(DenseAttention):
         from tercet.attention.kernels import decode as kernels
 
         held = kernels.Held(cache.lengths, cache.rope_frequencies(), cache.capacity, window=cache.stores()["window"])
-        q, kv = decode.project_token(x, cache, self.q_proj, self.kv_proj)
+        q, kv = decode.project(x, cache, self.q_proj, self.kv_proj)
         norms = decode.kernel_norms(self.q_norm, None if self.k_norm is None else [self.k_norm], q.dtype)
         out, read, _ = kernels.nsa_step(
             q, kv, None, held, counts, self.config, decode.kernel_heads(self), branches=_BRANCHES, shared=True,

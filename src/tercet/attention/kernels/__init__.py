@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tercet.attention import layout as _layout  # noqa: F401  registers tercet::keep_selection
 from tercet.attention.config import NSAConfig
-from tercet.attention.hardware import KERNEL_DTYPES, OLDEST_CAPABILITY, interpreting
+from tercet.attention.hardware import KERNEL_DTYPES, OLDEST_CAPABILITY, capability, interpreting
 from tercet.attention.kernels import qkv_split as _qkv_split  # noqa: F401  registers tercet::heads_apart
 from tercet.attention.kernels.autograd import (
     attend_selected,
@@ -53,7 +53,7 @@ def unsupported(
     values = [x for x in (v_compressed, v_selected, v_window) if x is not None]
     if q.device.type != "cuda" and not interpreting():
         return f"the kernels need a CUDA device: q is on {q.device.type}"
-    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < OLDEST_CAPABILITY:
+    if q.device.type == "cuda" and capability(q.device) < OLDEST_CAPABILITY:
         return f"the kernels need compute capability 8.0: {torch.cuda.get_device_name(q.device)} is older"
     if q.dtype not in KERNEL_DTYPES or any(x.dtype != q.dtype for x in keys + values):
         found = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in [q, *keys, *values]}))

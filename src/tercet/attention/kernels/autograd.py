@@ -275,7 +275,7 @@ def _attend(x: Tensors, numbers: tuple, compressed: bool, choose: bool) -> tuple
     """(output, the selection) without the dispatcher."""
     if torch.is_grad_enabled():
         return _Attend.apply(*x, *numbers, compressed, choose)
-    x, found = run_stages(x, Numbers(*numbers), compressed, choose)
+    x, found = run_stages(x, Numbers(*numbers), compressed, choose, False)
     return found.out, x.block_indices
 
 

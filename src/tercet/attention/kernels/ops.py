@@ -250,15 +250,17 @@ def nsa_select_by_tokens(q, k, cu, *numbers):
 
 
 @replayed
-def attend(x: Tensors, numbers: Numbers) -> Attended:
-    """Selected and window attention, and the gated sum with the compressed branch's output."""
+def attend(x: Tensors, numbers: Numbers, backward: bool = True) -> Attended:
+    """Selected and window attention, and the gated sum with the compressed branch's output. `backward`: its backward
+    pass may follow."""
     q, ks, vs, kw, vw, gates = flat(x.q), flat(x.ks), flat(x.vs), flat(x.kw), flat(x.vw), flat(x.gates)
     config = numbers.config
     o_s = lse_s = o_w = lse_w = None
     saved = Saved()
     if ks is not None:
         documents = _documents(q, x.kc, x.cu, x.ccu, numbers, 1, ks)
-        o_s, lse_s, saved = selected_forward(q, ks, vs, x.block_indices.contiguous(), config, documents)
+        blocks = x.block_indices.contiguous()
+        o_s, lse_s, saved = selected_forward(q, ks, vs, blocks, config, documents, backward=backward)
     if kw is not None:
         documents = _documents(q, x.kc, x.cu, x.ccu, numbers, 2, kw)
         o_w, lse_w = window.forward(q, kw, vw, config.window, documents)
@@ -268,7 +270,9 @@ def attend(x: Tensors, numbers: Numbers) -> Attended:
 
 
 @replayed
-def run_stages(x: Tensors, numbers: Numbers, compressed: bool, choose: bool) -> tuple[Tensors, Attended]:
+def run_stages(
+    x: Tensors, numbers: Numbers, compressed: bool, choose: bool, backward: bool = True
+) -> tuple[Tensors, Attended]:
     """All stages at once: x completed by what `attend` read, and what it computed.
 
     `compressed`: the compressed branch runs; `choose`: select blocks by its scores, else they are given.
@@ -282,7 +286,7 @@ def run_stages(x: Tensors, numbers: Numbers, compressed: bool, choose: bool) -> 
     x = x._replace(o_c=o_c, lse_c=lse_c, block_indices=blocks)
     if not compressed:
         x = x._replace(kc=None, vc=None, o_c=None, lse_c=None)
-    return x, attend(x, numbers)
+    return x, attend(x, numbers, backward)
 
 
 def _alone(x: Tensors) -> bool:

@@ -263,14 +263,15 @@ def _launch(
     # shared keys have three gradients: half as many heads per program
     kv_block = min(kv_heads, max(1, _KV_BLOCK // 2) if shared and back else _KV_BLOCK)
     kinds = 1 if shared and back else 2 if shared or key_sets == UNCOMPRESSED else 3
+    # their gradient is padded with zeros
+    logits = width - _before_logits(heads, kv_heads, size, key_sets) if back else 3 * heads
     programs = -(-heads // _Q_BLOCK) + kinds * -(-kv_heads // kv_block) + 1
     call(
         qkv_split_kernel, (-(-tokens // _ROWS) * programs,),
         (main, cos.contiguous(), sin.contiguous(), *parts, map_, None if is_map is None else is_map.view(torch.uint8)),
         (tokens, length, batch * (length // stride) * stride),
         (width, heads, kv_heads, size, stride, key_sets, map_ is not None, back, power_of_2(size),
-         power_of_2(size // 2), power_of_2(max(3 * heads, width - _before_logits(heads, kv_heads, size, key_sets))),
-         _Q_BLOCK, kv_block, programs, _ROWS),
+         power_of_2(size // 2), power_of_2(logits), _Q_BLOCK, kv_block, programs, _ROWS),
         num_warps=4,
     )  # fmt: skip
 
@@ -299,6 +300,7 @@ def heads_apart(
     y: Tensor, cos: Tensor, sin: Tensor, there: Tensor | None, is_there: Tensor | None, sizes: list[int]
 ) -> list[Tensor]:
     """[q, ks, vs, kw, vw, chunks, logits] of a projection y; [q, k, v, chunks, logits] with one set of keys and values.
+    More columns may follow in y.
 
     `sizes`: H, G, D, d and the number of key sets. `there`, `is_there`: which tokens of packed documents go where in
     the chunks (layout.RowMap); None where chunks are simply every d tokens."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tercet.attention.config import NSAConfig
+from tercet.attention.hardware import capability
 from tercet.attention.kernels import hopper
 from tercet.attention.kernels.launch import padded
 from tercet.attention.kernels.tma import describable
@@ -267,6 +268,18 @@ def selected_settings(
     return settings
 
 
+# A forward pass over at most this many tokens, without a backward pass, is query-major: the host, which launches the
+# kernels and list building of the other design, would take longer than the GPU.
+_SHORT = 8192
+
+
+@lru_cache(maxsize=64)
+def without_backward(settings: SelectedSettings, tokens: int) -> SelectedSettings:
+    """Settings of a forward pass that no backward follows, so that inverted lists are only built if it reads them."""
+    limit = math.inf if tokens <= _SHORT else settings.forward_limit
+    return replace(settings, forward_limit=limit, backward_limit=math.inf)
+
+
 def selected_bytes(rows: int, dk: int, dv: int, dtype: torch.dtype, select_block: int, *, with_dq: bool = False) -> int:
     """Upper bound on the shared memory of the selected branch's backward, which takes the most: queries and their
     gradients, a block's keys and values, scores in float32 and, `with_dq`, dQ in float32 (KV-major design)."""
@@ -292,12 +305,7 @@ def overlap_launches(x: Tensor, pairs: int) -> bool:
 
 def generation(x: Tensor) -> int:
     """Major compute capability; 0 in Triton's interpreter."""
-    return _major(x.device.index) if x.is_cuda else 0
-
-
-@lru_cache(maxsize=64)
-def _major(device: int) -> int:
-    return torch.cuda.get_device_capability(device)[0]
+    return capability(x.device)[0] if x.is_cuda else 0
 
 
 def shared_memory(device: torch.device) -> int:

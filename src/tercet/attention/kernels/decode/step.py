@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from tercet.attention.config import MOST_DECODED_BLOCKS, NSAConfig
+from tercet.attention.hardware import KERNEL_DTYPES, OLDEST_CAPABILITY, capability
 from tercet.attention.kernels import table
 from tercet.attention.kernels.decode.append import Held, Norms, append
 from tercet.attention.kernels.decode.attend import (
@@ -28,7 +29,6 @@ from tercet.attention.kernels.decode.compress import CompressionWeights
 from tercet.attention.kernels.decode.merge import merge_parts
 from tercet.attention.kernels.decode.scores import select_blocks
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_SPLITS = 128
 
 
@@ -36,9 +36,9 @@ def unsupported(device: torch.device, dtype: torch.dtype, heads: Heads, config: 
     """Why the kernels cannot run a step with such a cache; None if they can. config: None for dense attention."""
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         return f"the kernels need a CUDA device: the cache is on {device.type}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+    if device.type == "cuda" and capability(device) < OLDEST_CAPABILITY:
         return f"the kernels need compute capability 8.0: {torch.cuda.get_device_name(device)} is older"
-    if dtype not in _DTYPES:
+    if dtype not in KERNEL_DTYPES:
         return f"the cache is {str(dtype).removeprefix('torch.')}: it must be bfloat16, float16 or float32"
     for name, size in (("Dk", heads.key_size), ("Dv", heads.value_size)):
         if size > 256:

@@ -47,7 +47,8 @@ class Call:
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: Any, documents: Any,
-        settings: SelectedSettings | None, strided: tuple[Tensor, ...] = (), contiguous: tuple[Tensor, ...] = (),
+        settings: SelectedSettings | None, strided: tuple[Tensor, ...] = (), contiguous: tuple[Tensor, ...] = (), *,
+        backward: bool = True,
     ) -> None:  # fmt: skip
         B, Q, H, dk = q.shape
         T, G, dv = v.shape[1:]
@@ -57,6 +58,8 @@ class Call:
         shared = table.shared_memory(q.device)
         parts, blocks = _split_blocks(config)
         self.settings = settings or selected_settings(dk, dv, q.dtype, blocks[0], shared)
+        if not backward:
+            self.settings = table.without_backward(self.settings, B * T)
         self.plan = make_plan(
             (B, Q, T, H, G, block_indices.shape[-1] * parts, dk, dv), q.element_size(),
             None if cu is None else cu.numel() - 1, blocks, self.settings, None if cu is None else documents.longest,
@@ -201,10 +204,10 @@ def _build_inverted_lists(c: Call) -> InvertedLists:
 
 def selected_forward(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: Any, documents: Any,
-    settings: SelectedSettings | None = None,
+    settings: SelectedSettings | None = None, *, backward: bool = True,
 ) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
-    """(output [B, Q, H, Dv], log-sum-exp [B, Q, H], tensors that the backward reuses)."""
-    c = Call(q, k, v, block_indices, config, documents, settings)
+    """(output [B, Q, H, Dv], log-sum-exp [B, Q, H], tensors that the backward reuses, if one follows)."""
+    c = Call(q, k, v, block_indices, config, documents, settings, backward=backward)
     p, s = c.plan, c.settings
     o = c.empty(*q.shape[:3], p.dv, dtype=q.dtype)
     lse = c.empty(*row_shape("selected", *q.shape[:3]), dtype=torch.float32)

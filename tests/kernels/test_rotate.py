@@ -1,0 +1,60 @@
+"""The rotation kernel against PyTorch; fp32 and fp16, interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels.conftest import INTERPRETING
+from kernels.offline import compiling
+from tercet.attention.kernels.rotate import rotate
+from tercet.model import rope
+
+interpreted = pytest.mark.interpreter
+
+
+@interpreted
+@pytest.mark.parametrize(("size", "rotated"), [(16, 16), (24, 24), (32, 16), (20, 6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_it_rotates_the_first_channels_and_copies_the_others(size: int, rotated: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 29, 3, size).to(dtype)
+    cos_sin = rope.Rotary(rotated).cos_sin(torch.arange(29))
+    wanted = rope.rotate_first(x.requires_grad_(), cos_sin)  # with a gradient: in PyTorch
+    torch.testing.assert_close(rotate(x, *cos_sin), wanted, rtol=1e-6 if dtype == torch.float32 else 2e-3, atol=1e-6)
+
+
+@interpreted
+def test_it_reads_parts_of_a_projection_and_rows_at_their_own_positions() -> None:
+    torch.manual_seed(0)
+    y = torch.randn(2, 13, 100)
+    x = y[..., 20:68].unflatten(-1, (3, 16))
+    assert not x.is_contiguous()
+    positions = torch.stack((torch.arange(13), 500 + torch.arange(13)))
+    cos_sin = rope.Rotary(16).cos_sin(positions)
+    wanted = rope.rotate(x.clone().requires_grad_(), cos_sin)
+    torch.testing.assert_close(rotate(x, *cos_sin), wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(rotate(x[:, ::2], *(part[:, ::2] for part in cos_sin)), wanted[:, ::2])
+
+
+@interpreted
+def test_it_runs_where_no_gradient_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr("tercet.attention.kernels.rotate.rotate", lambda x, *_: calls.append(x) or x)
+    x, cos_sin = torch.randn(1, 4, 2, 16), rope.Rotary(16).cos_sin(torch.arange(4))
+    rope.rotate(x, cos_sin)
+    assert not calls
+    with torch.no_grad():
+        rope.rotate(x, cos_sin)
+    assert len(calls) == 1
+
+
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_it_compiles_without_spills(capability: int) -> None:
+    x, angles = torch.empty(1, 100, 4, 32, dtype=torch.bfloat16), [torch.empty(100, 1, 8)] * 2
+    with compiling(capability) as found:
+        rotate(x, *angles)
+    assert [(c.name, c.stack) for c in found] == [("rotate_kernel", 0)]
