@@ -279,26 +279,6 @@ def test_blocks_are_chosen_by_a_selectors_scores_as_sorting_them_all_would(token
     assert not arrived.any()
 
 
-@pytest.mark.parametrize(("lengths", "groups", "count"), [([30, 900, 70], 1, 4), ([1100, 2], 2, 16), ([4200], 3, 40)])
-def test_the_programs_that_score_blocks_choose_as_a_separate_launch_does(lengths, groups, count, monkeypatch):
-    """Rows with all blocks, with few and with many to choose from, one of them without a token; equal scores too."""
-    config = replace(CFG, select_count=count)
-    layer = make(heads=2 * groups, kv_heads=groups, selector="learned", selector_dim=16, config=config)
-    cache = filled(layer, lengths, max(lengths) + 5)
-    cache._stores["selector"][:, 320:640] = 0.5  # many equal scores
-    x, real = torch.randn(len(lengths), 1, 16), torch.ones(len(lengths), dtype=torch.int64)
-    real[-1] = len(lengths) == 1
-    chosen = []
-    for together in (True, False):
-        monkeypatch.setattr(decode.step, "chosen_with_scores", lambda *_, yes=together: yes)
-        mine = twin(layer, cache)
-        with torch.no_grad():
-            for _ in range(2):  # the counters are 0 again
-                layer(x, cache=mine, lengths=real)
-        chosen.append(mine.block_indices[real > 0])
-    assert torch.equal(*chosen)
-
-
 @pytest.mark.parametrize("selector", ["compressed", "learned"])
 def test_the_number_of_splits_and_of_blocks_per_part_changes_nothing(selector, monkeypatch):
     config = replace(CFG, select_count=8)

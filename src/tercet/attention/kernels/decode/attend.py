@@ -8,8 +8,6 @@ q: [B, H, Dk]
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -19,17 +17,8 @@ from tercet.attention.config import NSAConfig
 from tercet.attention.kernels import table
 from tercet.attention.kernels.block_scores import weight, weight_scale
 from tercet.attention.kernels.decode.common import Parts, Scores, row_is_active, wait_for_previous_launch
-from tercet.attention.kernels.decode.scores import choose_by_selector
-from tercet.attention.kernels.launch import LOG2E, call, padded, power_of_2
+from tercet.attention.kernels.launch import LOG2E, call, padded
 from tercet.attention.kernels.table import overlap_launches
-
-
-class Choice(NamedTuple):
-    """Where a learned selector's choice goes."""
-
-    indices: Tensor  # int32 [B, G, n]
-    arrived: Tensor  # int32: counters, 0 between steps
-    blocks: int  # that a row may have, rounded up (`listed_blocks`)
 
 
 @triton.jit
@@ -152,13 +141,12 @@ def _score_blocks(
 
 @triton.jit(do_not_specialize=["slots", "room", "splits", "parts", "selector_row", "selector_slots", "scoring"])
 def decode_prefix_kernel(
-    Q, K, V, SQ, SK, LENGTHS, COUNTS, O, LSE, READ, LOGITS, INDICES, ARRIVED,
+    Q, K, V, SQ, SK, LENGTHS, COUNTS, O, LSE, READ, LOGITS,
     slots, room, splits, parts, selector_row, selector_slots, scoring, scale, selector_scale,
     L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr,
     LOCAL: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr,
     DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, N: tl.constexpr,
     SD: tl.constexpr, SG: tl.constexpr, SRP: tl.constexpr, SWP: tl.constexpr, SN: tl.constexpr, SSTAGES: tl.constexpr,
-    CHOICES: tl.constexpr, CP: tl.constexpr, SGP: tl.constexpr,
     MASKED: tl.constexpr, ATTEND: tl.constexpr, SCORES: tl.constexpr, OUT: tl.constexpr, SELECTOR: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -167,7 +155,7 @@ def decode_prefix_kernel(
     values.
 
     SELECTOR: before them, `scoring` programs for every SG KV heads write a learned selector's scores of the blocks
-    among which it chooses. CHOICES, if not 0, is the largest number of blocks: the last of these programs selects."""
+    among which it chooses."""
     program = tl.program_id(0)
     b = tl.program_id(1)
     SETS: tl.constexpr = (G + SG - 1) // SG if SELECTOR else 0
@@ -176,19 +164,14 @@ def decode_prefix_kernel(
     wait_for_previous_launch(OVERLAP)
     if SELECTOR:
         current = (after - 1) // BLOCK
-        if (program < scoring * SETS) & real:
-            g0 = program // scoring * SG
-            if current >= COUNT:
-                free = current - LOCAL - INITIAL + 1
-                NB: tl.constexpr = SN // BLOCK
-                span = tl.cdiv(tl.cdiv(free, NB), scoring) * NB
-                start = INITIAL + program % scoring * span
-                stop = tl.minimum(start + span, INITIAL + free)
-                _score_blocks(SQ, SK, LOGITS, b, g0, selector_row, start, stop, selector_slots, room,
-                              selector_scale, BLOCK, G, SD, SG, SRP, SWP, SN, SSTAGES)  # fmt: skip
-            if CHOICES > 0:
-                choose_by_selector(LOGITS, INDICES, ARRIVED + b * SETS + program // scoring, b, g0, program % scoring,
-                                   scoring, current, room, COUNT, INITIAL, LOCAL, CP, G, SG, SGP, CHOICES)  # fmt: skip
+        if (program < scoring * SETS) & real & (current >= COUNT):
+            free = current - LOCAL - INITIAL + 1
+            NB: tl.constexpr = SN // BLOCK
+            span = tl.cdiv(tl.cdiv(free, NB), scoring) * NB
+            start = INITIAL + program % scoring * span
+            stop = tl.minimum(start + span, INITIAL + free)
+            _score_blocks(SQ, SK, LOGITS, b, program // scoring * SG, selector_row, start, stop, selector_slots, room,
+                          selector_scale, BLOCK, G, SD, SG, SRP, SWP, SN, SSTAGES)  # fmt: skip
     if ATTEND:
         if program >= scoring * SETS:
             g = (program - scoring * SETS) // splits
@@ -310,13 +293,13 @@ def selector_bytes(dtype: torch.dtype, groups: int, size: int, block: int) -> in
 def attend_prefix(
     q: Tensor, held: tuple[Tensor, Tensor] | None, lengths: Tensor, counts: Tensor | None, parts: Parts, splits: int,
     config: NSAConfig | None, scores: Scores | None, *, out: bool = True,
-    selector: tuple[Tensor, Tensor] | None = None, scoring: int = 0, choice: Choice | None = None,
+    selector: tuple[Tensor, Tensor] | None = None, scoring: int = 0,
 ) -> None:  # fmt: skip
     """Every key of a cache tensor (config None), or the compressed tokens, as the first `splits` parts; held: keys and
     values, None to skip them. scores: filled with the scores of these keys or, if there is one, of the selector.
 
     selector: queries [B, G·size] of the new tokens, and all keys; `scoring` programs per row and `selector_heads`
-    read them. choice: they also select."""
+    read them."""
     batch, heads, size = q.shape
     groups = parts.read.shape[1]
     keys, values = held or (None, None)
@@ -326,10 +309,10 @@ def attend_prefix(
     logits = None if scores is None else scores.logits
     selector_q, selector_k = selector or (None, None)
     row = selector_slots = programs = 0
-    sizes, own = (0,) * 4, (1,) * 6  # of the choice, and of the selector's tile
+    choice, own = (0,) * 4, (1,) * 6  # what blocks there are to choose from, and the selector's tile
     if config is not None and selector_q is not None and selector_k is not None:
         row, selector_slots, own_size = selector_q.stride(0), selector_k.shape[1], selector_k.shape[3]
-        sizes = config.select_block, config.select_count, config.select_initial, config.select_local
+        choice = config.select_block, config.select_count, config.select_initial, config.select_local
         at_once = selector_heads(groups, own_size)
         tokens, channels = selector_tile(groups, own_size, config.select_block), padded(at_once * own_size)
         stages = selector_stages(selector_k.dtype, groups, own_size, config.select_block)
@@ -337,13 +320,11 @@ def attend_prefix(
         programs = scoring * -(-groups // at_once)
     call(
         decode_prefix_kernel, (programs + (0 if held is None else splits * groups), batch),
-        (q, keys, values, selector_q, selector_k, lengths, counts, parts.o, parts.lse, parts.read, logits,
-         *(choice or (None, None))[:2]),
+        (q, keys, values, selector_q, selector_k, lengths, counts, parts.o, parts.lse, parts.read, logits),
         (0 if keys is None else keys.shape[1], 0 if logits is None else logits.shape[2], splits, parts.count, row,
          selector_slots, scoring),
-        (size**-0.5 * LOG2E, weight_scale(own[0]), l, d, *sizes, groups, heads // groups, padded(heads // groups),
-         size, padded(size), value_size, padded(value_size), tile_keys(q, value_size), *own,
-         0 if choice is None else choice.blocks, power_of_2(max(1, sizes[1])), power_of_2(own[1]), counts is not None,
+        (size**-0.5 * LOG2E, weight_scale(own[0]), l, d, *choice, groups, heads // groups, padded(heads // groups),
+         size, padded(size), value_size, padded(value_size), tile_keys(q, value_size), *own, counts is not None,
          held is not None, logits is not None and selector is None, out, selector is not None, early),
         num_warps=4, num_stages=3, launch_pdl=early,
     )  # fmt: skip

@@ -71,68 +71,14 @@ def _importance(
 
 
 @triton.jit
-def _best_of_few(key, WANTED: tl.constexpr):
-    """Mask of each row's WANTED largest keys, lowest index first among equals: those with fewer better ones. Unlike a
+def _best_of_few(key, WANTED: tl.constexpr, N: tl.constexpr):
+    """Mask of the WANTED largest of N keys, lowest index first among equals: those with fewer better ones. Unlike a
     binary search, it has no dependent rounds."""
-    i = tl.arange(0, key.shape[1])
-    mine = key[:, :, None]
-    other = key[:, None, :]
-    better = (other > mine) | ((other == mine) & (i[None, None, :] < i[None, :, None]))
-    return (tl.sum(better.to(tl.int32), 2) < WANTED) & (key >= 0)
-
-
-@triton.jit
-def _best(key, WANTED: tl.constexpr):
-    """Mask of each row's WANTED largest keys."""
-    if key.shape[1] <= 64:
-        return _best_of_few(key, WANTED)
-    else:  # few rows: the time is that of the counts, one after another
-        return largest(key, WANTED, FEW_FIRST=False)
-
-
-@triton.jit
-def _sort_key(score, free):
-    """Scores as integers of the same order; -1 for forced and absent blocks. NaN counts as 0, so that indices are
-    always valid."""
-    return tl.where(free, tl.where(score >= 0, score, 0.0).to(tl.int32, bitcast=True), -1)
-
-
-@triton.jit
-def _known_blocks(INDICES, mask, current, COUNT: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
-                  CP: tl.constexpr):  # fmt: skip
-    """Fill the slots that do not depend on scores: all blocks if there are few, else the forced ones at both ends.
-    INDICES, mask: [rows, 1]."""
-    slot = tl.arange(0, CP)[None, :]
-    forced = tl.where(slot < INITIAL, slot, current - COUNT + 1 + slot)
-    known = tl.where(current >= COUNT, forced, tl.where(slot <= current, slot, -1))
-    free = (current >= COUNT) & (slot >= INITIAL) & (slot < COUNT - LOCAL)
-    tl.store(INDICES + slot, known, mask=mask & (slot < COUNT) & (free == 0))
-
-
-@triton.jit
-def choose_by_selector(
-    SCORES, INDICES, ARRIVED, b, g0, program, programs, current, room, COUNT: tl.constexpr, INITIAL: tl.constexpr,
-    LOCAL: tl.constexpr, CP: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, HP: tl.constexpr, NP: tl.constexpr,
-):  # fmt: skip
-    """Called by each of the `programs` that write a learned selector's scores of KV heads g0 … g0+HEADS-1, afterwards;
-    the last one selects for these heads. ARRIVED: their counter, 0 between steps."""
-    h = tl.arange(0, HP)[:, None]
-    own = (h < HEADS) & (g0 + h < G)
-    pair = b.to(tl.int64) * G + g0 + h
-    INDICES += pair * COUNT
-    if program == 0:
-        _known_blocks(INDICES, own, current, COUNT, INITIAL, LOCAL, CP)
-    WANTED: tl.constexpr = COUNT - INITIAL - LOCAL
-    if (WANTED > 0) & (current >= COUNT):
-        tl.debug_barrier()  # all threads have written before the counter is incremented
-        if tl.atomic_add(ARRIVED, 1, sem="acq_rel") == programs - 1:
-            tl.store(ARRIVED, 0)
-            block = tl.arange(0, NP)[None, :]
-            free = own & (block >= INITIAL) & (block <= current - LOCAL)
-            key = _sort_key(tl.load(SCORES + pair * room + block, mask=free, other=0.0), free)
-            best = _best(key, WANTED)
-            to = INDICES + INITIAL + tl.cumsum(best.to(tl.int32), 1) - 1
-            tl.store(to, tl.broadcast_to(block, best.shape), mask=best)
+    i = tl.arange(0, N)
+    mine = key[:, None]
+    other = key[None, :]
+    better = (other > mine) | ((other == mine) & (i[None, :] < i[:, None]))
+    return (tl.sum(better.to(tl.int32), 1) < WANTED) & (key >= 0)
 
 
 @triton.jit(do_not_specialize=["room", "listed", "splits", "parts"])
@@ -156,8 +102,12 @@ def decode_scores_kernel(
         pair_of = b.to(tl.int64) * G + g
         INDICES += pair_of * COUNT
         if first == 0:
-            row = tl.zeros([1, 1], tl.int32)
-            _known_blocks(INDICES + row, row == 0, current, COUNT, INITIAL, LOCAL, CP)
+            # slots not filled by score: all blocks if there are few, else the forced ones at both ends
+            slot = tl.arange(0, CP)
+            forced = tl.where(slot < INITIAL, slot, current - COUNT + 1 + slot)
+            known = tl.where(current >= COUNT, forced, tl.where(slot <= current, slot, -1))
+            free = (current >= COUNT) & (slot >= INITIAL) & (slot < COUNT - LOCAL)
+            tl.store(INDICES + slot, known, mask=(slot < COUNT) & (free == 0))
         # a query with at most COUNT blocks selects them all; the last LOCAL are forced
         if (WANTED > 0) & (current >= COUNT) & (first <= current - LOCAL):
             block = first + tl.arange(0, NB)
@@ -167,13 +117,15 @@ def decode_scores_kernel(
             else:
                 score = _importance(LOGITS, LSE, pair_of, first, after, room, splits, parts, L, S, BLOCK, HEADS, RP, SP,
                                     NB)  # fmt: skip
-            key = _sort_key(score, free)
+            score = tl.where(score >= 0, score, 0.0)  # NaN counts as 0, so that indices are always valid
+            key = score.to(tl.int32, bitcast=True)  # of the same order
+            key = tl.where(free, key, -1)  # -1 for forced and absent blocks
             # where programs pick their best, a single program picks the answer
             NAMED: tl.constexpr = KEPT < NB
             alone = False
             if NAMED:
                 alone = current - LOCAL < NB
-                taken = _best_of_few(key[None, :], WANTED).reshape(NB)
+                taken = _best_of_few(key, WANTED, NB)
                 to = tl.cumsum(taken.to(tl.int32), 0) - 1
                 if alone:
                     tl.store(INDICES + INITIAL + to, block, mask=taken)
@@ -193,24 +145,14 @@ def decode_scores_kernel(
                     tl.store(ARRIVED + pair_of, 0)
                     place = tl.arange(0, NP)
                     keys = tl.load(KEYS + place, mask=place < (last + 1) * KEPT, other=-1)
-                    best = _best(keys[None, :], WANTED).reshape(NP)
+                    if NP <= 64:
+                        best = _best_of_few(keys, WANTED, NP)
+                    else:
+                        # one row alone: the time is that of its counts, one after another
+                        best = largest(keys[None, :], WANTED, FEW_FIRST=False).reshape(NP)
                     if NAMED:
                         place = tl.load(PLACES + place, mask=best, other=0)
                     tl.store(INDICES + INITIAL + tl.cumsum(best.to(tl.int32), 0) - 1, place, mask=best)
-
-
-# Scores, KV heads times blocks, among which `choose_by_selector` selects: more take longer than another launch.
-_MOST_SCORES = 4096
-
-
-def listed_blocks(blocks: int) -> int:
-    """A length of lists, at least this; a factor of four apart: a handful of compiled variants for all lengths."""
-    return next(n for n in (64, 256, 1024, 4096, 16384) if n >= blocks)
-
-
-def chosen_with_scores(heads: int, blocks: int) -> bool:
-    """Whether the programs that write a learned selector's scores of these KV heads also select by them."""
-    return power_of_2(heads) * listed_blocks(blocks) <= _MOST_SCORES
 
 
 def select_blocks(
@@ -230,7 +172,8 @@ def select_blocks(
     if programs * kept > 64 and blocks <= 1024:
         kept = per
     named = torch.empty(2, batch, groups, programs * kept, dtype=torch.int32, device=logits.device)
-    listed = listed_blocks(programs * kept)
+    # a factor of four apart: a handful of compiled variants for all lengths
+    listed = next(n for n in (64, 256, 1024, 4096, 16384) if n >= programs * kept)
     early = overlap_launches(logits, batch * groups)
     call(
         decode_scores_kernel, (programs, groups, batch), (logits, lse, *named, indices, lengths, counts, arrived),

@@ -13,7 +13,6 @@ from tercet.attention.hardware import KERNEL_DTYPES, OLDEST_CAPABILITY, capabili
 from tercet.attention.kernels import table
 from tercet.attention.kernels.decode.append import Held, Norms, append
 from tercet.attention.kernels.decode.attend import (
-    Choice,
     attend_prefix,
     attend_selected_window,
     empty_parts,
@@ -28,7 +27,7 @@ from tercet.attention.kernels.decode.attend import (
 from tercet.attention.kernels.decode.common import Heads, Scores
 from tercet.attention.kernels.decode.compress import CompressionWeights
 from tercet.attention.kernels.decode.merge import merge_parts
-from tercet.attention.kernels.decode.scores import chosen_with_scores, listed_blocks, select_blocks
+from tercet.attention.kernels.decode.scores import select_blocks
 
 MOST_SPLITS = 128
 
@@ -116,22 +115,19 @@ def nsa_step(
         # rows of scores start at multiples of 16 bytes
         shape = batch, heads.groups if learned else heads.heads, -(-max(1, count) // 4) * 4
         scores = Scores(torch.empty(shape, dtype=torch.float32, device=device), None if learned else parts.lse)
-        indices = torch.empty(batch, heads.groups, config.select_count, dtype=torch.int32, device=device)
     if attend or scores is not None:
-        own, scoring, choice = None, 0, None
-        blocks = config.num_blocks(held.tokens)
+        own, scoring = None, 0
         if selector_q is not None and held.selector is not None:
             own, scoring = (selector_q, held.selector), _scoring_programs(batch, held, config)
-            if indices is not None and chosen_with_scores(selector_heads(*held.selector.shape[2:]), blocks):
-                assert held.arrived is not None
-                choice = Choice(indices, held.arrived[-pairs:], listed_blocks(blocks))
         attend_prefix(
             rotated, held.compressed if attend else None, held.lengths, counts, parts, split, config, scores,
-            out="compressed" in branches, selector=own, scoring=scoring, choice=choice,
+            out="compressed" in branches, selector=own, scoring=scoring,
         )  # fmt: skip
-        if scores is not None and indices is not None and choice is None:
-            assert held.arrived is not None
-            select_blocks(scores, indices, held.lengths, counts, held.arrived[-pairs:], split, blocks, config)
+    if scores is not None:
+        assert held.arrived is not None
+        indices = torch.empty(batch, heads.groups, config.select_count, dtype=torch.int32, device=device)
+        blocks = config.num_blocks(held.tokens)
+        select_blocks(scores, indices, held.lengths, counts, held.arrived[-pairs:], split, blocks, config)
     if selected_parts + window_parts:
         ring = held.window is not None
         window = None if not window_parts else held.window if ring else held.selected
