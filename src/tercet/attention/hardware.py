@@ -25,6 +25,8 @@ def kernels_run_on(x: Tensor) -> bool:
 
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a CUDA device."""
+    if torch.compiler.is_compiling():  # torch 2.11 traces neither a cached function nor a tuple marked constant
+        return torch.cuda.get_device_capability(device)
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -43,4 +45,4 @@ def interpreting() -> bool:
 
 
 # What torch.compiler.assume_constant_result sets; calling it would import torch._dynamo, a second at every start.
-interpreting._dynamo_marked_constant = capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+interpreting._dynamo_marked_constant = True  # type: ignore[attr-defined]
