@@ -167,7 +167,7 @@ def test_continuing_does_not_tokenise_finished_shards_again(source, tmp_path, sm
 
 
 def test_shards_of_another_tokenizer_are_rejected(shards, read, small_bpe):
-    with pytest.raises(DataError, match=r"was tokenized with byte, not with tokenizer=.*: use --data.tokenizer byte"):
+    with pytest.raises(DataError, match=r"was tokenized with byte, not with tokenizer=.*: set data.tokenizer to byte"):
         read(DataConfig(source="shards", path=str(shards), tokenizer=str(small_bpe), seq_len=16), 1)
 
 

@@ -243,7 +243,7 @@ def _check_tokenizer(folder: Path, used: dict[str, Any], tokenizer: Tokenizer) -
         fix = "byte" if used["name"] == "byte" else str(folder / "tokenizer.json")
         raise DataUsageError(
             f"{folder} was tokenized with {used['name']}, not with tokenizer={tokenizer.name}: "
-            f"use --data.tokenizer {fix}, or prepare the shards again"
+            f"set data.tokenizer to {fix}, or prepare the shards again"
         )
 
 
