@@ -316,4 +316,9 @@ def test_an_output_folder_that_cannot_be_written_is_refused_before_a_run_is_judg
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file/out cannot be written"):
         report([healthy.folder], out=tmp_path / "file" / "out")
+    other = shutil.copytree(healthy.folder, tmp_path / "other")
+    shutil.rmtree(other / "report", ignore_errors=True)
+    (other / "report").touch()
+    with pytest.raises(UsageError, match="other/report cannot be written"):
+        report([healthy.folder, other], out=tmp_path / "comparison")
     assert capsys.readouterr().out == ""

@@ -52,14 +52,16 @@ def report(
     loaded = [read_run(path) for path in runs]
     out = out or (Path("comparison") if len(runs) > 1 else runs[0] / "report")
     check_writable_folder("--out", out)
+    folders = [run.folder / "report" for run in loaded] if len(loaded) > 1 else [out]
+    for folder in folders:
+        check_writable_folder("the report folder", folder)
     given_baseline = read_run(baseline) if baseline is not None else None
     verdicts, pages = [], []
-    for run in loaded:
+    for run, folder in zip(loaded, folders, strict=True):
         dense = given_baseline or _find_baseline(run, loaded)
         print(printable(f"{run.name} ({run.folder})"), flush=True)
         with one_line_errors(TercetError, f"{run.folder} has damaged records: restore them, or leave this run out"):
             verdict = judge(run, dense, limits)
-            folder = run.folder / "report" if len(loaded) > 1 else out
             pages.append(render.write_report(run, verdict, folder, dense))
             verdicts.append(verdict)
             print(printable(_summary(verdict, pages[-1])))
