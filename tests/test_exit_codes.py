@@ -123,6 +123,7 @@ data train-tokenizer --out t.json --vocab_size 3                             voc
 data train-tokenizer --out text.txt/t.json --vocab_size 257                  --out text.txt/t.json cannot be written
 data train-tokenizer --out t.json --data.source shards --data.path empty     source=shards has no text
 data train-tokenizer --out t --data.source text --data.path text.txt         vocab_size=8192 is too large
+data inspect --data.retrieval 0.3 --data.seq_len 128                         data.retrieval=0.3 with data.seq_len=128
 data inspect --data.source text --data.path text.txt --sequences 0           sequences=0 is below 1
 data inspect --data.source text --data.path text.txt --sequences -1          sequences=-1 is below 1
 data inspect --data.source shards --data.path empty                          empty has no manifest.json

@@ -228,6 +228,15 @@ class DataConfig(SourceConfig):
             updates["tokenizer"] = absolute(self.tokenizer)
         return super().with_absolute_paths().model_copy(update=updates)
 
+    def check_exercises_fit(self, seq_len: int) -> None:
+        """Raise if sequences of seq_len tokens are too short for the retrieval exercises that they should hold."""
+        share = max([self.retrieval, *(part.retrieval for part in self.mixture)])
+        if share and seq_len < SHORTEST_EXERCISE:
+            raise ValueError(
+                f"data.retrieval={share:g} with data.seq_len={seq_len}: an exercise needs sequences of at least "
+                f"{SHORTEST_EXERCISE} tokens; raise data.seq_len, or drop data.retrieval"
+            )
+
     def max_vocab(self, model_vocab: int) -> int:
         """Largest vocabulary the tokenizer can have, before it is loaded: a run rejects one larger than the model's."""
         return BYTE_VOCAB if self.tokenizer == "byte" else model_vocab

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from tercet.attention.config import NoChoice, nothing_to_choose
-from tercet.config.data import SHORTEST_EXERCISE, DataConfig, absolute
+from tercet.config.data import DataConfig, absolute
 from tercet.config.sections import (
     CheckpointConfig,
     HealthConfig,
@@ -80,12 +80,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _exercises_fit(self) -> Self:
-        share = max([self.data.retrieval, *(part.retrieval for part in self.data.mixture)])
-        if share and self.longest_sequence < SHORTEST_EXERCISE:
-            raise ValueError(
-                f"data.retrieval={share:g} with data.seq_len={self.longest_sequence}: an exercise needs sequences of "
-                f"at least {SHORTEST_EXERCISE} tokens; raise data.seq_len, or drop data.retrieval"
-            )
+        self.data.check_exercises_fit(self.longest_sequence)
         return self
 
     @model_validator(mode="after")

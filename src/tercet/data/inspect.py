@@ -20,6 +20,10 @@ def describe(data: DataConfig, *, split: Split, sequences: int, seed: int) -> It
     """Lines about the first sequences: each document with its length and its first and last characters."""
     if sequences < 1:
         raise DataUsageError(f"sequences={sequences} is below 1: use a positive number of sequences")
+    try:
+        data.check_exercises_fit(data.seq_len)
+    except ValueError as error:
+        raise DataUsageError(str(error)) from None
     tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
     stream = open_stream(data, tokenizer, seed=seed, split=split)
     yield f"source {data.source}, split {split}, seed {seed}"
