@@ -60,7 +60,8 @@ def measured() -> str:
     for name, p in found.items():
         dates.setdefault(p["date"], []).append(SECTIONS[name])
     when = "; ".join(f"{day(date)} ({', '.join(names)})" for date, names in sorted(dates.items()))
-    return paragraph(f"One {device}, Tercet {tercet}, torch {torch}, Triton {triton}, bf16. Measured on {when}.")
+    where = f"One {device}, Tercet {tercet}, torch {torch}, Triton {triton}, bf16."
+    return paragraph(f"{where} Measured on {when}. Each result file names its commit.")
 
 
 def answer() -> str:
@@ -101,24 +102,25 @@ def readme() -> str:
         own, dense = (train.step(name, max(lengths)).get("peak_gib") for name in (mode, "dense"))
         return ratio(own / dense if own and dense else None)
 
-    def decoding(mode: str, batch: int) -> list[str]:
-        return [ratio(decode.model_ratio(mode, n, batch)) for n in lengths]
+    def decoding(batch: int) -> str:
+        """A list such as "0.91, 1.19 and 1.85"."""
+        *most, last = (ratio(decode.model_ratio("block-sparse learned", n, batch)) for n in (2048, 16384, 65536))
+        return f"{', '.join(most)} and {last}"
 
     lines = [
         ["dense, tokens/s", *(thousands(train.step("dense", n).get("tokens_per_s")) for n in lengths)],
         ["**block-sparse, × dense**", *(f"**{cell}**" for cell in steps("block-sparse learned"))],
         ["**two-branch, × dense**", *(f"**{cell}**" for cell in steps("two-branch learned"))],
         ["**NSA, × dense**", *(f"**{cell}**" for cell in steps("nsa learned"))],
-        ["decoding, block-sparse, batch 1, × dense", *decoding("block-sparse learned", 1)],
-        ["decoding, block-sparse, batch 16, × dense", *decoding("block-sparse learned", 16)],
     ]
     about, decoded = part("train"), part("decode-model")
     note = paragraph(
-        f"Training steps of `m7c`, 65,536 tokens each, and decoding with the whole model, on one {about['device']} "
-        f"(torch {about['torch']}), {day(about['date'])} and {day(decoded['date'])}: `python scripts/measure.py OUT "
-        "--parts train,decode-model`. Dense is cuDNN attention in training, and Tercet's own split-KV kernel in "
-        "decoding. Peak memory of a step at 64k, × dense: block-sparse "
-        f"{memory('block-sparse learned')}, two-branch {memory('two-branch learned')}, NSA {memory('nsa learned')}."
+        f"Training steps of `m7c`, 65,536 tokens each, on one {about['device']} (torch {about['torch']}), "
+        f"{day(about['date'])}: `python scripts/measure.py OUT --parts train,decode-model`. Dense is cuDNN attention. "
+        f"Peak memory at 64k, × dense: block-sparse {memory('block-sparse learned')}, two-branch "
+        f"{memory('two-branch learned')}, NSA {memory('nsa learned')}. Decoding with the whole block-sparse model "
+        f"({day(decoded['date'])}; dense is Tercet's own split-KV kernel) at 2k, 16k and 64k, × dense: "
+        f"{decoding(1)} at batch 1, {decoding(16)} at batch 16."
     )
     return f"{table(['context', *map(tokens, lengths)], lines)}\n\n{note}"
 

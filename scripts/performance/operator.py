@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from performance.cliffs import TOO_FAR, against_128, off_by_length
 from performance.results import MISSING, Row, first, number, pair, paragraph, ratio, rows, table, tokens
@@ -75,7 +75,20 @@ def growth() -> str:
         ]
         for row in sorted(rows("growth"), key=lambda row: row["tokens"])
     ]  # fmt: skip
-    return table(["tokens", "NSA, ms", "dense, ms", "× dense", "NSA, GiB", "dense, GiB"], lines)
+    head = ["tokens", "NSA, ms", "dense, ms", "× dense", "NSA, GiB", "dense, GiB"]
+    return "\n\n".join([table(head, lines), *_last_doublings()])
+
+
+def _last_doublings() -> Iterator[str]:
+    """How much longer the longest sequences take with each doubling."""
+    times = {row["tokens"]: row["nsa_both_ms"] for row in rows("growth") if "nsa_both_ms" in row}
+    if len(times) < 4:
+        return
+    *most, last = (f"{times[n] / times[n // 2]:.1f}×" for n in sorted(times)[-3:])
+    yield paragraph(
+        "From 128k tokens on, the compressed branch dominates, since it reads one key per 16 tokens. Time then grows "
+        f"almost quadratically, and later faster: each doubling takes {', '.join(most)} and {last} as long."
+    )
 
 
 def shapes() -> str:
@@ -97,7 +110,7 @@ def shapes() -> str:
     if not lines:
         return ""
     wrong = sum(not row.get("correct") for row in rows("shapes"))
-    checks = f"{wrong} of {len(rows('shapes'))} cells FAIL" if wrong else "all cells pass their check"
+    checks = f"{wrong} of {len(rows('shapes'))} cells FAIL" if wrong else "all pass the check"
     about = paragraph(
         "Forward + backward, random inputs, about 32,768 tokens in all: ms per 1,000 tokens (as a CUDA graph where the "
         f"host may be the slower side), and × dense of eager calls; {checks}."

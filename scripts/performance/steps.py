@@ -31,7 +31,7 @@ def batches() -> str:
         return ""
     about = paragraph(
         "**Small batches** are bound by launch overhead. A CUDA graph (`train.cuda_graph`) removes it (`m7c`, "
-        f"sequences of 2,048; repeated timings of eager steps differ by up to {spread:.0%}, as the host does):"
+        f"sequences of 2,048; eager times depend on the host, and repeated timings here differ by up to {spread:.0%}):"
     )
     head = ["sequences per step", "eager, tokens/s", "CUDA graph, tokens/s", "GiB, eager / graph"]
     return "\n\n".join([about, table(head, lines)])
@@ -41,9 +41,10 @@ def million() -> str:
     row = first(rows("million"))
     if row.get("outcome") != "ok":
         return ""
-    return (
+    return paragraph(
         f"One training step of `m7c` on a single sequence of {row['length']:,} tokens takes {row['ms'] / 1e3:.1f} s "
-        f"and {row['peak_gib']:.1f} GiB\non one GPU (full activation checkpointing, not compiled, first step)."
+        f"and {row['peak_gib']:.1f} GiB on one GPU (full activation checkpointing, without torch.compile; a first "
+        "step, with the time to compile its kernels)."
     )
 
 

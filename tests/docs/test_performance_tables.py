@@ -74,7 +74,7 @@ def test_the_date_of_every_part_is_stated(script: ModuleType, results: Path) -> 
     save(results, "operator", [])
     save(results, "decode", [], date="2026-11-17")
     when = "Measured on 16 November 2026 (training steps, operator); 17 November 2026 (attention of a decode step)."
-    assert " ".join(script.measured().split()).endswith(when)
+    assert when in " ".join(script.measured().split())
 
 
 def test_dry_runs_are_rejected(script: ModuleType, results: Path) -> None:

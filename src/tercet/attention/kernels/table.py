@@ -398,10 +398,14 @@ def render() -> str:
     lines += [f"| {stage} | {pattern} | {module} |" for stage, pattern, module in _SELECTED_STAGES]
     lines += ["", "| selected branch | " + " | ".join(name for name, _ in SELECTED) + " |"]
     lines.append("|---" * (1 + len(SELECTED)) + "|")
+    same = []
     for field in fields(SelectedSettings):
-        values = " | ".join(str(getattr(settings, field.name)) for _, settings in SELECTED)
-        lines.append(f"| {field.name} | {values} |")
-    lines += ["", "Blocks of 128 tokens are read as two of 64."]
+        values = [str(getattr(settings, field.name)) for _, settings in SELECTED]
+        if len(set(values)) == 1:
+            same.append(f"`{field.name}` {values[0]}")
+        else:
+            lines.append(f"| {field.name} | {' | '.join(values)} |")
+    lines += ["", f"The same everywhere: {', '.join(same)}.", "Blocks of 128 tokens are read as two of 64."]
     fewer = "With less shared memory than Hopper's, rows are halved, down to 16, until a tile fits"
     lines += ["", f"{fewer} (`table.selected_settings`)."]
     decode = "Decode uses the same kernels everywhere. On sm_90 and newer the launches of a step overlap"
