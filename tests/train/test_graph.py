@@ -3,10 +3,12 @@ statistics, messages. What needs a GPU is in test_graph_gpu.py."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,8 +39,10 @@ from tercet.train import console, state, step
 from tercet.train import cuda_graph as graph
 from tercet.train import trainer as loop
 from tercet.train.cuda_graph import StepGraph, capacity_for, fill_bounds
-from tercet.train.state import uses_compile, uses_cuda_graph
-from tercet.train.step import MicroBatch
+from tercet.train.graph_choice import GraphChoice
+from tercet.train.interval import Interval
+from tercet.train.state import TrainState, uses_compile, uses_cuda_graph
+from tercet.train.step import MicroBatch, NonFiniteGuard
 from tercet.train.trainer import train
 
 # one layer: steps are compared layer by layer in the tests without a run
@@ -516,6 +520,37 @@ def test_every_stage_of_a_run_makes_its_own_choice(tmp_path: Path, graphs_anywhe
     train_small(tmp_path, log__every=10, **stages)
     chosen = events_of(tmp_path, GraphChosen)
     assert [(e.step, e.graph) for e in chosen] == [(9, True), (19, True)]
+
+
+def test_a_stage_measures_only_its_own_steps(tmp_path: Path, graphs_anywhere: SimulatedClock) -> None:
+    """Its first steps compile again, also if their shape is that of the stage before."""
+    train_small(tmp_path, train__stages="64:5,64:15:rope_theta=50000", train__steps=20, log__every=10)
+    assert [e.step for e in events_of(tmp_path, GraphChosen)] == [5 + 9]
+
+
+def test_decisions_survive_a_process_without_graphs(tmp_path: Path, graphs_anywhere: SimulatedClock) -> None:
+    def saved(folder: Path, step: int) -> dict[str, Any]:
+        return json.loads((folder / "checkpoints" / f"step-{step:08d}" / "run.json").read_text())
+
+    steps: dict[str, Any] = {"checkpoint__every": 2, "log__every": 5, "train__steps": 14}
+    train_small(tmp_path / "run", **steps)
+    path = tmp_path / "run" / "checkpoints" / "step-00000010"
+    train_small(tmp_path / "off", **steps, train__cuda_graph="off", resume=str(path))
+    before, after = saved(tmp_path / "run", 10), saved(tmp_path / "off", 12)
+    assert list(before["graph_choices"].values()) == [True]
+    assert before["graph_room"] > 0
+    for key in ("graph_choices", "graph_room"):
+        assert after[key] == before[key]
+
+
+def test_a_decision_made_while_a_checkpoint_is_written_is_not_in_it() -> None:
+    device, choice = torch.device("cpu"), GraphChoice(SimulatedClock(60e-3, 8e-3), "GPU")
+    graph: Any = SimpleNamespace(capacity=0, choice=choice)
+    model: Any = None
+    made = TrainState(model, model, NonFiniteGuard(device, 1, 1), Interval(device), device, graph=graph)
+    saved = made.run_state(one_layer())
+    choice.made["GPU: 1 × 64 tokens"] = True
+    assert saved["graph_choices"] == {}
 
 
 def test_steps_with_another_teacher_are_not_captured(tmp_path: Path, graphs_anywhere: SimulatedClock) -> None:

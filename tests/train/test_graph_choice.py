@@ -88,12 +88,3 @@ def test_a_decision_of_another_device_is_not_repeated() -> None:
         resumed = GraphChoice(SimulatedClock(60 * MS, 8 * MS), device)
         resumed.made |= choice.made
         assert resumed.uses_graph([batch()]) == repeated
-
-
-def test_a_shape_that_cannot_be_captured_stays_eager() -> None:
-    clock = SimulatedClock(60 * MS, 8 * MS)
-    choice = GraphChoice(clock, "GPU")
-    assert decide(clock, choice, [batch()]).graph
-    choice.refuse()
-    assert not choice.uses_graph([batch()])
-    assert list(choice.made.values()) == [False]

@@ -14,6 +14,7 @@ from tercet.data.loader import build_loader
 from tercet.model.loss import IGNORED
 from tercet.model.transformer import Transformer
 from tercet.parallel.strategy import Single
+from tercet.train import optim
 from tercet.train.optim import MuonAdamW, _build_muon, build_optimizer, learning_rate
 from tercet.train.state import freeze_all_but_selectors
 from tercet.train.step import MicroBatch, NonFiniteGuard, StepResult, loss_sum, to_device, train_step
@@ -153,10 +154,15 @@ def test_frozen_matrices_are_in_no_optimizer() -> None:
     assert grouped == {p for name, p in model.named_parameters() if ".selector." in name}
 
 
+@pytest.mark.parametrize("most_together", [1, 1 << 25])
+@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("shared", [False, True])
-def test_muon_updates_every_part_of_a_fused_matrix_as_a_matrix_of_its_own(shared: bool) -> None:
+def test_muon_updates_every_part_of_a_fused_matrix_as_a_matrix_of_its_own(
+    shared: bool, adjust_lr_fn: str, most_together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against torch's Muon and AdamW on separate parameters, bit for bit."""
-    muon = {"lr": 3e-2, "momentum": 0.8, "weight_decay": 0.3, "nesterov": False, "adjust_lr_fn": "original"}
+    monkeypatch.setattr(optim, "_MOST_TOGETHER", most_together)
+    muon = {"lr": 3e-2, "momentum": 0.8, "weight_decay": 0.3, "nesterov": False, "adjust_lr_fn": adjust_lr_fn}
     given = {f"train__muon__{key}": value for key, value in muon.items()}
     config = small(train__optimizer="muon", model__shared_kv=shared, train__lr=1e-2, **given)
     torch.manual_seed(3)
@@ -194,7 +200,7 @@ def test_muon_gives_parts_of_different_shapes_their_own_learning_rates() -> None
     ours = MuonAdamW(adamw, _build_muon(dict.fromkeys(matrices, rows), train))
     for _ in range(2):
         for i in (0, 2):
-            matrices[i].grad = torch.randn(48, 16)
+            matrices[i].grad = torch.randn(48, 16) if i else torch.zeros(48, 16)
             parts[2 * i].grad, parts[2 * i + 1].grad = matrices[i].grad.split(rows)
         ours.step()
         theirs.step()

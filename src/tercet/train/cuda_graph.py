@@ -220,6 +220,8 @@ class StepGraph:
         """Drop the graphs: the next step captures new ones, or tries to if captures have failed."""
         self._clear()
         self._shape, self._gave_up = None, False
+        if self.choice is not None:
+            self.choice.restart()
 
     def take_messages(self) -> list[str]:
         """Log lines about what was captured since the last call."""
@@ -280,8 +282,6 @@ class StepGraph:
             return True
         # The exception is gone here, and with it the frames that kept tensors alive.
         self._gave_up = True
-        if self.choice is not None:
-            self.choice.refuse()
         self._failures.append(failure)
         gc.collect()
         self._clear()

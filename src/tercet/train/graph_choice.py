@@ -82,9 +82,10 @@ class GraphChoice:
         self._clock, self._device = clock, device
         self._decisions: list[Decision] = []
         self._shape, self._passes = "", 0
-        self._restart()
+        self.restart()
 
-    def _restart(self) -> None:
+    def restart(self) -> None:
+        """Measure anew, unless the shape is decided."""
         self._warm_ups = 0
         self._idle: tuple[float, torch.cuda.Event] | None = None  # a point that host and device passed at the same time
         self._steps: list[_Step] = []
@@ -94,7 +95,7 @@ class GraphChoice:
         shape = _shape(batches[0])
         if shape != self._shape:
             self._shape, self._passes = shape, len(batches)
-            self._restart()
+            self.restart()
         if len(self._steps) == _MEASURED and self._clock.reached(self._steps[-1].end):
             self._decide()
         return self.made.get(self._key, False)
@@ -115,10 +116,6 @@ class GraphChoice:
             yield
             self._steps.append(_Step(started, self._clock.now(), self._clock.mark()))
 
-    def refuse(self) -> None:
-        """The current shape cannot be captured: its steps stay eager."""
-        self.made[self._key] = False
-
     def take_decisions(self) -> list[Decision]:
         """Decisions since the last call."""
         decisions, self._decisions = self._decisions, []
@@ -136,7 +133,7 @@ class GraphChoice:
         graph = behind < _WAITING_BELOW * host / self._passes
         self.made[self._key] = graph
         self._decisions.append(Decision(graph, self._shape, host, max(0.0, behind)))
-        self._restart()
+        self.restart()
 
 
 def _shape(batch: MicroBatch) -> str:

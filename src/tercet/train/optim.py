@@ -84,12 +84,13 @@ def hidden_matrices(model: nn.Module) -> dict[Tensor, tuple[int, ...]]:
 
 
 def _build_muon(hidden: dict[Tensor, tuple[int, ...]], config: TrainConfig) -> torch.optim.Muon:
-    """torch's Muon with one group for each way to split a matrix."""
+    """torch's Muon with one group for each shape of a matrix and way to split it: its learning rate depends on both."""
     settings = config.muon
     factor = (settings.lr or config.lr) / config.lr
-    groups: dict[tuple[int, ...], dict[str, Any]] = {}
+    groups: dict[tuple[tuple[int, ...], int], dict[str, Any]] = {}
     for matrix, parts in hidden.items():
-        groups.setdefault(parts, {"params": [], "parts": parts, "lr_factor": factor})["params"].append(matrix)
+        group = groups.setdefault((parts, matrix.shape[1]), {"params": [], "parts": parts, "lr_factor": factor})
+        group["params"].append(matrix)
     return torch.optim.Muon(
         list(groups.values()),
         lr=config.lr,
@@ -156,7 +157,7 @@ class MuonAdamW(torch.optim.Optimizer):
             old.copy_(new if skip is None else torch.where(skip, old, new))
 
 
-_MOST_TOGETHER = 1 << 25  # numbers in the matrices that Muon updates together, which take about 16 bytes each
+_MOST_TOGETHER = 1 << 25  # numbers in the matrices that Muon updates together, which take about 20 bytes each
 
 
 def _orthogonalize_parts(updates: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
@@ -165,20 +166,20 @@ def _orthogonalize_parts(updates: list[Tensor], group: dict[str, Any]) -> list[T
     found = list(parts)
     for shape in dict.fromkeys(part.shape for part in parts):
         alike = [i for i, part in enumerate(parts) if part.shape == shape]
-        batch = torch.stack([parts[i] for i in alike])
+        batch = torch.stack([parts[i].bfloat16() for i in alike])
         batch = orthogonalize(batch, group["ns_coefficients"], group["ns_steps"], group["eps"])
         rate, first = (_adjust_lr(1.0, group["adjust_lr_fn"], size) for size in (shape, parts[0].shape))
         for i, part in zip(alike, batch if rate == first else batch.float() * (rate / first), strict=True):
             found[i] = part
     count = len(group["parts"])
-    return [torch.cat(found[i : i + count]) for i in range(0, len(found), count)]
+    return found if count == 1 else [torch.cat(found[i : i + count]) for i in range(0, len(found), count)]
 
 
 def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """torch.optim.Muon's Newton-Schulz iteration, of a batch of matrices [N, rows, columns]; in bf16."""
+    """torch.optim.Muon's Newton-Schulz iteration, of a batch of bf16 matrices [N, rows, columns]."""
     a, b, c = coefficients
     tall = matrices.shape[1] > matrices.shape[2]
-    x = (matrices.mT if tall else matrices).bfloat16()
+    x = matrices.mT if tall else matrices
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT

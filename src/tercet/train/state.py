@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,9 @@ class TrainState:
     cursor: dict[str, Any] | None = None  # data position after the last batch consumed
     parent: dict[str, Any] | None = None  # the checkpoint named by train.init_from
     graph: StepGraph | None = None  # runs the passes as CUDA graphs, if enabled
+    # What earlier processes with CUDA graphs saved: document capacity, and the decisions of train.cuda_graph=auto
+    graph_capacity: int = 0
+    graph_choices: dict[str, bool] = field(default_factory=dict)
 
     @property
     def held_bytes(self) -> int:
@@ -62,8 +65,9 @@ class TrainState:
             "guard": self.guard.state_dict(),
             "interval": self.interval.state_dict(),
             "parent": self.parent,
-            "graph_room": 0 if self.graph is None else self.graph.capacity,
-            "graph_choices": {} if self.graph is None or self.graph.choice is None else self.graph.choice.made,
+            "graph_room": self.graph_capacity if self.graph is None else self.graph.capacity,
+            # a copy: the next steps may decide while a background thread writes this
+            "graph_choices": dict(self.graph.choice.made if self.graph and self.graph.choice else self.graph_choices),
             # The learning-rate schedule follows from config and step; it has no state.
             "config": config.model_dump(mode="json"),
         }
@@ -220,11 +224,12 @@ def _load_checkpoint(state: TrainState, start: resume.FoundCheckpoint, strategy:
         state.cursor, state.parent = saved["data"], saved["parent"]
         state.guard.load_state_dict(saved["guard"])
         state.interval.load_state_dict(saved["interval"])
+        # missing in old checkpoints
+        state.graph_capacity, state.graph_choices = int(saved.get("graph_room", 0)), saved.get("graph_choices", {})
         if state.graph is not None:
-            # missing in old checkpoints
-            state.graph.capacity = int(saved.get("graph_room", 0))
+            state.graph.capacity = state.graph_capacity
             if state.graph.choice is not None:
-                state.graph.choice.made |= saved.get("graph_choices", {})
+                state.graph.choice.made |= state.graph_choices
         if rank_file.exists():  # with more ranks than were saved, the new ones keep their seed
             restore_rng(manifest.read_json(rank_file)["state"]["rng"], state.device)
 
