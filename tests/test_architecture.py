@@ -102,9 +102,18 @@ def test_a_cycle_would_be_found():
     assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
 
 
-@pytest.mark.parametrize("module", ["tercet", "tercet.cli", "tercet.config.load", "tercet.config.flags", "tercet.plan"])
-def test_torch_is_not_loaded_by(module):
-    code = f"import sys, {module}; print(sorted(m for m in sys.modules if m == 'torch' or m.startswith('torch.')))"
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "tercet; tercet.NSAConfig()",
+        "tercet.cli",
+        "tercet.config.load, tercet.config.flags, tercet.plan",
+        "tercet.data.commands, tercet.data.tokenizers, tercet.data.sources",
+        "tercet.report.commands, tercet.report.watch, tercet.report.render, tercet.report.plots",
+    ],
+)
+def test_torch_is_not_loaded_by(modules):
+    code = f"import sys, {modules}; print(sorted(m for m in sys.modules if m == 'torch' or m.startswith('torch.')))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -162,12 +160,6 @@ def test_every_data_key_has_a_help_text():
         for name, field in config.model_fields.items():
             assert len(field.description or "") > 15, f"{config.__name__}.{name}"
             assert "\n" not in (field.description or "")
-
-
-def test_data_commands_do_not_import_torch():
-    code = "import sys, tercet.config.data, tercet.data.commands, tercet.data.tokenizers, tercet.data.sources; "
-    code += "sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_the_data_commands_work(corpus, tmp_path, capsys):
