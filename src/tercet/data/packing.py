@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tercet.config.data import bytes_per_token
+from tercet.config.keys import flatten_table
 from tercet.data.order import permutation
 from tercet.data.stream import Cursor, DataError, Document, DocumentStream, counts_of
 
@@ -92,7 +93,7 @@ def check_identity(state: dict[str, Any], identity: dict[str, Any]) -> None:
             f"data cursor has format {state.get('format')!r}, this version reads {FORMAT}: resume with the version "
             "that wrote it, or start a new run from the weights with train.init_from"
         )
-    before, now = _flatten(state["identity"]), _flatten(identity)
+    before, now = flatten_table(state["identity"]), flatten_table(identity)
     for name in sorted(before.keys() | now.keys()):
         if name.endswith("contents") and name not in before:
             continue  # saved by version 0.1
@@ -231,16 +232,6 @@ def _copy(document: Document, offset: int, take: int, tokens: np.ndarray, target
     targets[: len(following)] = following
     if document.loss is not None:
         targets[: len(following)][~document.loss[offset + 1 : offset + 1 + take]] = IGNORE
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            flat.update(_flatten(value, f"{prefix}{name}."))
-        else:
-            flat[prefix + name] = value
-    return flat
 
 
 # Shuffled sequences (data.shuffle_sequences).
