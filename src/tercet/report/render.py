@@ -59,18 +59,7 @@ def html_page(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
     plots = all_plots(run, verdict.findings, baseline)
     facts = collect_facts(run, verdict.findings, baseline)
     anchors = {p.anchor: "plot" for p in plots} | ({"routes": "table"} if facts.routes else {})
-    return render_page(
-        "run.html",
-        run=run,
-        verdict=verdict,
-        facts=facts,
-        plots=plots,
-        anchors=anchors,
-        failures=verdict.failures(),
-        warnings=verdict.warnings(),
-        untested=verdict.untested(),
-        inapplicable=verdict.inapplicable(),
-    )
+    return render_page("run.html", run=run, verdict=verdict, facts=facts, plots=plots, anchors=anchors)
 
 
 def markdown(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
