@@ -373,14 +373,13 @@ def _load(options: type[Sources], arguments: list[str], command: str, about: str
 
         print(printable(config_help(topic, options, values, prog=f"tercet {command}", about=about or "")))
         raise SystemExit(0)
-    parsed = parse(arguments, options=options, values=values, prog=f"tercet {command}")
-    own = parsed.options
+    own, overrides = parse(arguments, options=options, values=values, prog=f"tercet {command}")
     if command == "train":
         _check_resume(own.resume)
     if command == "train" and own.preset is None and file is None:
-        raise _usage(_no_configuration(own.resume, parsed.overrides.get("run.dir")))
-    launched = _launch_layers(own, parsed.overrides) if command == "train" else []
-    loaded = merge([*layers, *launched, Layer("flag", parsed.overrides)])
+        raise _usage(_no_configuration(own.resume, overrides.get("run.dir")))
+    launched = _launch_layers(own, overrides) if command == "train" else []
+    loaded = merge([*layers, *launched, Layer("flag", overrides)])
     # Only a run fetches a tokenizer from the Hub.
     if command == "train" or Path(loaded.config.data.tokenizer).expanduser().exists():
         from tercet.data.tokenizers import fit_vocabulary

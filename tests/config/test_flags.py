@@ -20,7 +20,7 @@ TINY = preset_layers("tiny")[-1].values
 
 def keys(flags: str) -> dict[str, object]:
     """The configuration keys that a command line sets."""
-    return parse(shlex.split(flags), options=cli.PlanOptions, values=TINY, prog="tercet plan").overrides
+    return parse(shlex.split(flags), options=cli.PlanOptions, values=TINY, prog="tercet plan")[1]
 
 
 def arguments(command: str) -> dict[str, object]:

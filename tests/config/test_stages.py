@@ -40,7 +40,7 @@ def test_the_compact_form_tables_and_the_saved_file_are_the_same_stages(tmp_path
 
 def test_the_flag_takes_stages_with_spaces_or_commas() -> None:
     for words in (["1024:700,8192:250"], ["1024:700", "8192:250"], ["1024:700", ",8192:250"]):
-        given = parse(["--train.stages", *words], options=Sources, values={}, prog="tercet train").overrides
+        _, given = parse(["--train.stages", *words], options=Sources, values={}, prog="tercet train")
         assert [s.seq_len for s in with_stages(given["train.stages"]).train.stages] == [1024, 8192]
     with pytest.raises(ConfigError, match="expected one or more values"):
         parse(["--train.stages"], options=Sources, values={}, prog="tercet train")

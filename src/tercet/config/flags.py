@@ -124,25 +124,17 @@ class Option:
         return f"--{table}{dot}no_{leaf}"
 
 
-@dataclass(frozen=True)
-class Parsed:
-    """The command's own options, and the configuration keys that were given as flags."""
-
-    options: Any
-    overrides: dict[str, Any]
-
-
-def parse(arguments: Sequence[str], *, options: type, values: Mapping[str, Any], prog: str) -> Parsed:
-    """Parse `arguments` into the dataclass `options` and overrides of configuration keys.
+def parse(
+    arguments: Sequence[str], *, options: type, values: Mapping[str, Any], prog: str
+) -> tuple[Any, dict[str, Any]]:
+    """Parse `arguments` into the dataclass `options` and the configuration keys that were given as flags.
 
     values: defaults from the preset and the file, used in error messages.
     """
     own = command_options(options)
     given = read_arguments(arguments, {**key_options(values), **own}, prog=prog)
-    return Parsed(
-        options(**{name: value for name, value in given.items() if name in own}),
-        {name: value for name, value in given.items() if name not in own},
-    )
+    taken = {name: given.pop(name) for name in own if name in given}
+    return options(**taken), given
 
 
 def call(function: Callable[..., T], arguments: Sequence[str], *, prog: str, positional: bool = False) -> T:
