@@ -35,6 +35,15 @@ def check_writable_folder(flag: str, folder: Path) -> None:
         raise UsageError(f"{flag} {folder} cannot be written ({error.strerror}): choose another folder") from None
 
 
+def unused(path: Path, suffix: str = "") -> Path:
+    """`path` with this suffix, with -2, -3, … before it if that exists."""
+    found, n = path.with_name(path.name + suffix), 1
+    while found.exists():
+        n += 1
+        found = path.with_name(f"{path.name}-{n}{suffix}")
+    return found
+
+
 def sync(path: Path) -> None:
     """fsync a file's content, or a folder's entries."""
     handle = os.open(path, os.O_RDONLY)

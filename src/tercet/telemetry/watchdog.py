@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tercet.atomic_io import unused
 from tercet.config.sections import HealthConfig
 from tercet.telemetry.event_log import EventLog, tail
 from tercet.telemetry.events import Event, StageStarted, Stalled, StepLogged
@@ -139,11 +140,7 @@ class Watchdog:
 
     def dump(self, why: str, cpu_before: float = 0.0) -> Path:
         """Write stacks, CPU time, CUDA memory and the last events of every rank; returns the path."""
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        path, extra = self._folder / f"stack_rank{self._rank}_{stamp}.txt", 1
-        while path.exists():
-            extra += 1
-            path = self._folder / f"stack_rank{self._rank}_{stamp}-{extra}.txt"
+        path = unused(self._folder / f"stack_rank{self._rank}_{time.strftime('%Y%m%d-%H%M%S')}", ".txt")
         parts = [
             f"{why}\nrank {self._rank}, pid {os.getpid()}, {time.strftime('%Y-%m-%dT%H:%M:%S%z')}",
             self._cpu_use(cpu_before),

@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tercet import hints
+from tercet.atomic_io import unused
 from tercet.config.keys import flatten_table
 from tercet.config.schema import RunConfig
 from tercet.config.sections import StageConfig
@@ -244,11 +245,7 @@ def _rename_later(checkpoints: Path, step: int) -> list[Path]:
     moved = []
     for path in manifest.complete_checkpoints(checkpoints):
         if (manifest.step_of(path) or 0) > step:
-            target, n = path.with_name(f"abandoned-{path.name}"), 1
-            while target.exists():
-                n += 1
-                target = path.with_name(f"abandoned-{path.name}-{n}")
-            moved.append(path.rename(target))
+            moved.append(path.rename(unused(path.with_name(f"abandoned-{path.name}"))))
     return moved
 
 

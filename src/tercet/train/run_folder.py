@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from tercet.atomic_io import write_json, write_text
+from tercet.atomic_io import unused, write_json, write_text
 from tercet.config.load import write_config
 from tercet.config.schema import RunConfig
 from tercet.data.tokenizers import LibraryTokenizer, Tokenizer
@@ -136,9 +136,4 @@ def locate(config: RunConfig, resume: str | None) -> Path:
         earlier = [p for p in named if manifest.complete_checkpoints(p / "checkpoints")]
         if earlier:
             return max(earlier, key=lambda p: (p / "checkpoints").stat().st_mtime)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    path, extra = runs / f"{config.run.name}-{stamp}", 1
-    while path.exists():
-        extra += 1
-        path = runs / f"{config.run.name}-{stamp}-{extra}"
-    return path
+    return unused(runs / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
