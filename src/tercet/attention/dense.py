@@ -123,8 +123,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None = 
     """Masked tiles: any device, any dtype, no synchronisation."""
 
     def tiles() -> Iterator[Tile]:
-        count = q.shape[1]
-        for segment in segments(span.first_query + count, 0, packing, span, count):
+        for segment in segments(q.shape[1], packing, span):
             start = max(segment.first, span.first_key)
             for first, end in segment.query_tiles(q.shape[0] * q.shape[2]):
                 t, s = segment.position(first, end, q.device), segment.position(start, end, q.device)

@@ -93,8 +93,7 @@ def _compressed_tiles(
     q: Tensor, compressed_length: int, config: NSAConfig, packing: Packing | None, span: Span
 ) -> Iterator[Tile]:
     batch, count, heads, _ = q.shape
-    length = span.first_query + count
-    for segment in segments(length, compressed_length, packing, span, count):
+    for segment in segments(count, packing, span):
         for first, end in segment.query_tiles(batch * heads, stride=config.compress_stride):
             queries, t = segment.queries(first, end), segment.position(first, end, q.device)
             if segment.packing is None:
@@ -108,7 +107,7 @@ def _compressed_tiles(
                 mask = visible_compressed(t, packed.compressed_index, config)
                 mask = mask & (document == packed.compressed_document)
                 first_key = packed.compressed_cu_seqlens[document].long()
-                yield Tile(queries, slice(0, compressed_length), t, mask, first_key, last_position=length - 1)
+                yield Tile(queries, slice(0, compressed_length), t, mask, first_key, last_position=segment.end - 1)
 
 
 def overlap_weights(config: NSAConfig) -> list[tuple[int, float]]:
@@ -224,7 +223,7 @@ def select_by_tokens(
     """I_t by a selector's queries and keys [B, T, G, size], of the tokens that q and k of the selected branch have."""
     batch, count, groups, _ = q.shape
     indices = torch.empty(batch, count, groups, config.select_count, dtype=torch.int32, device=q.device)
-    for segment in segments(span.first_query + count, 0, packing, span, count):
+    for segment in segments(count, packing, span):
         start = max(segment.first, span.first_key)
         for first, end in segment.query_tiles(batch * groups):
             queries, keys = segment.queries(first, end), segment.keys(start, end)
@@ -281,7 +280,7 @@ def _selected_tiles(
     q: Tensor, block_indices: Tensor, config: NSAConfig, packing: Packing | None, span: Span
 ) -> Iterator[Tile]:
     batch, count, heads, _ = q.shape
-    for segment in segments(span.first_query + count, 0, packing, span, count):
+    for segment in segments(count, packing, span):
         start = max(segment.first, span.first_key)
         for first, end in segment.query_tiles(batch * heads):
             queries, keys = segment.queries(first, end), segment.keys(start, end)
@@ -309,7 +308,7 @@ def in_window(t: Tensor, s: Tensor, config: NSAConfig) -> Tensor:
 
 def _window_tiles(q: Tensor, config: NSAConfig, packing: Packing | None, span: Span) -> Iterator[Tile]:
     batch, count, heads, _ = q.shape
-    for segment in segments(span.first_query + count, 0, packing, span, count):
+    for segment in segments(count, packing, span):
         for first, end in segment.query_tiles(batch * heads, most=config.window):
             start = max(segment.first, first - config.window + 1, span.first_key)
             queries, keys = segment.queries(first, end), segment.keys(start, end)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tercet.attention.first_order import first_order
-from tercet.attention.layout import WHOLE, Packing, Span
+from tercet.attention.layout import Packing, Span
 
 # Elements in one tile of scores: 8 MiB of fp32 fits in a CPU's outer caches.
 TILE_NUMBERS = 1 << 21
@@ -55,10 +55,9 @@ class Segment:
     first: int
     end: int
     compressed_first: int
-    compressed_end: int
     first_query: int
     end_query: int
-    span: Span = WHOLE
+    span: Span
     packing: Packing | None = None
 
     def queries(self, first: int, end: int) -> slice:
@@ -102,18 +101,16 @@ class Segment:
             first = end
 
 
-def segments(
-    length: int, compressed_length: int, packing: Packing | None, span: Span = WHOLE, queries: int | None = None
-) -> list[Segment]:
-    """Segments of a sequence of `length` tokens that overlap the `queries` tokens in q (default: up to the end)."""
-    first, end = span.first_query, length if queries is None else span.first_query + queries
+def segments(queries: int, packing: Packing | None, span: Span) -> list[Segment]:
+    """Segments that overlap the `queries` tokens in q."""
+    first, end = span.first_query, span.first_query + queries
     if packing is None or packing.bounds is None:
-        return [Segment(0, length, 0, compressed_length, first, end, span, packing)]
-    found = []
-    for a, b, compressed_a, compressed_b in packing.bounds:
-        if max(a, first) < min(b, end):
-            found.append(Segment(a, b, compressed_a, compressed_b, max(a, first), min(b, end), span))
-    return found
+        return [Segment(0, end, 0, first, end, span, packing)]
+    return [
+        Segment(a, b, compressed, max(a, first), min(b, end), span)
+        for a, b, compressed, _ in packing.bounds
+        if max(a, first) < min(b, end)
+    ]
 
 
 def tiled_attention(
