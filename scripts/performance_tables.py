@@ -18,21 +18,8 @@ from pathlib import Path
 import retrieval_tables
 from performance import decode, operator, results, steps, train
 from performance.charts import Line, panel, svg
-from performance.results import (
-    MISSING,
-    ROOT,
-    day,
-    first,
-    item,
-    paragraph,
-    part,
-    ratio,
-    rows,
-    table,
-    thousands,
-    tokens,
-)
-from result_files import fill
+from performance.results import MISSING, day, first, item, paragraph, part, ratio, rows, table, thousands, tokens
+from result_files import ROOT, fill
 
 IMAGES = ROOT / "docs" / "images"
 PAGES = (ROOT / "docs" / "performance.md", ROOT / "README.md")

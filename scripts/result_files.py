@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,11 @@ def fill(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
 # Formatting
 
 
-def table(head: list[str], rows: Iterable[list[str]]) -> str:
-    lines = [head, *rows]
-    return "\n".join([_line(lines[0]), "|" + "---|" * len(head), *(_line(cells) for cells in lines[1:])])
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join([_line(head), "|" + "---|" * len(head), *map(_line, rows)])
 
 
-def _line(cells: list[str]) -> str:
+def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |".replace("  ", " ")
 
 

@@ -7,11 +7,11 @@ import json
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "docs" / "results" / "performance"
+import result_files
+
+RESULTS = result_files.RESULTS / "performance"
 MISSING = "not measured"
 
 Row = dict[str, Any]
@@ -46,14 +46,8 @@ def day(date: str) -> str:
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    body = [list(line) for line in lines]
-    if not body:
-        return MISSING
-    return "\n".join([_line(head), "|" + "---|" * len(head), *(_line(cells) for cells in body)])
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
+    body = list(lines)
+    return result_files.table(head, body) if body else MISSING
 
 
 def number(value: float | None) -> str:
