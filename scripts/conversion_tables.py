@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from result_files import RESULTS, k, read_eval, table
+from result_files import RESULTS, k, needles_found, read_eval, table
 
 FOLDER = RESULTS / "conversion"
 KINDS = {
@@ -45,10 +45,6 @@ def _kinds() -> dict[str, str]:
     return {kind: label for kind, label in KINDS.items() if _steps(kind)}
 
 
-def _tokens_read(name: str) -> tuple[int, ...]:
-    return tuple(b["tokens"] for b in _evaluation(f"{name}-perplexity")["by_position"])
-
-
 def _references() -> dict[str, str]:
     """Models that were not converted, as `_models`."""
     return {"dense, before": "dense", **({"NSA from scratch": "scratch"} if _has("scratch") else {})}
@@ -66,18 +62,14 @@ def _models() -> dict[str, str]:
 
 
 def _found(name: str) -> dict[int, tuple[int, int]]:
-    """Needles found and asked, by length."""
-    found = _evaluation(f"{name}-needle")["found"]
-    lengths = sorted({f["length"] for f in found})
-    return {n: tuple(sum(f[key] for f in found if f["length"] == n) for key in ("right", "asked")) for n in lengths}
+    return needles_found(_evaluation(f"{name}-needle"))
 
 
 def losses() -> str:
     """Held-out loss, overall and by position."""
-    models = _models()
-    if len({_tokens_read(name) for name in models.values()}) != 1:
+    records = {label: _evaluation(f"{name}-perplexity") for label, name in _models().items()}
+    if len({tuple(b["tokens"] for b in record["by_position"]) for record in records.values()}) != 1:
         raise ValueError("the models were evaluated on different text: run the evaluations again")
-    records = {label: _evaluation(f"{name}-perplexity") for label, name in models.items()}
     bins = [b for b in _evaluation("dense-perplexity")["by_position"] if b["first"] >= 512]
     rows = []
     for label, record in records.items():

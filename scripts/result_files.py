@@ -41,6 +41,15 @@ def losses(path: Path) -> dict[int, float]:
     return {int(row["step"]): float(row["loss"]) for row in read_csv(path)}
 
 
+def needles_found(record: dict[str, Any]) -> dict[int, tuple[int, int]]:
+    """Needles found and asked, by length."""
+    totals: dict[int, tuple[int, int]] = {}
+    for one in record["found"]:
+        right, asked = totals.get(one["length"], (0, 0))
+        totals[one["length"]] = right + one["right"], asked + one["asked"]
+    return dict(sorted(totals.items()))
+
+
 # Pages
 
 MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)

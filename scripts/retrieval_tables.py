@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from result_files import RESULTS, change, k, read_csv, read_eval, table
+from result_files import RESULTS, change, k, needles_found, read_csv, read_eval, table
 from result_files import losses as read_losses
 
 FOLDER = RESULTS / "retrieval"
@@ -43,12 +43,9 @@ def needles() -> str:
         "NSA, compressed scores, no exercises": SETTINGS / "needle-nsa.txt",
         "dense, no exercises": SETTINGS / "needle-dense.txt",
     }
-    records = {name: read_eval(path)["found"] for name, path in files.items()}
-    lengths = sorted({f["length"] for f in records["NSA, learned selectors"]})
-    rows = []
-    for name, found in records.items():
-        right = [sum(f["right"] for f in found if f["length"] == length) for length in lengths]
-        rows.append([name, *map(str, right)])
+    found = {name: needles_found(read_eval(path)) for name, path in files.items()}
+    lengths = list(found["NSA, learned selectors"])
+    rows = [[name, *(str(by[n][0]) for n in lengths)] for name, by in found.items()]
     return table(["", *map(k, lengths)], rows)
 
 

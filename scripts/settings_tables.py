@@ -12,6 +12,7 @@ from result_files import (
     change,
     losses,
     needles,
+    needles_found,
     read_csv,
     read_eval,
     span,
@@ -21,24 +22,20 @@ from result_files import (
 SETTINGS = RESULTS / "block-settings"
 
 
-def _settings_evals(kind: str, *names: str) -> Records:
-    labels = {"nsa": "NSA", "paper": "paper's φ", "dense": "dense"}
-    return {labels[name]: read_eval(SETTINGS / f"{kind}-{name}.txt") for name in names}
+def _settings_evals(kind: str) -> Records:
+    names = {"NSA": "nsa", "paper's φ": "paper", "dense": "dense"}
+    return {label: read_eval(SETTINGS / f"{kind}-{name}.txt") for label, name in names.items()}
 
 
 def settings_context() -> str:
-    return by_context(_settings_evals("perplexity", "nsa", "paper", "dense"), first=8)
+    return by_context(_settings_evals("perplexity"), first=8)
 
 
 def settings_needles() -> str:
     """Needles found by length."""
-    records = _settings_evals("needle", "nsa", "paper", "dense")
-    lengths = sorted({f["length"] for f in records["NSA"]["found"]})
-    found = {
-        name: [sum(f["right"] for f in record["found"] if f["length"] == length) for length in lengths]
-        for name, record in records.items()
-    }
-    return table(["", *(f"{n:,}" for n in lengths)], [[name, *map(str, right)] for name, right in found.items()])
+    found = {name: needles_found(record) for name, record in _settings_evals("needle").items()}
+    rows = [[name, *(str(right) for right, _ in by.values())] for name, by in found.items()]
+    return table(["", *(f"{n:,}" for n in found["NSA"])], rows)
 
 
 def tiny_choice() -> str:
@@ -160,13 +157,12 @@ def small_needles() -> str:
     """Needles found by length; in brackets the loss of the answer 10% and 40% of the length back."""
     rows = []
     for name in CHOICE_NEEDLES:
-        found = read_eval(SETTINGS / "choice" / f"{name}-needle.txt")["found"]
-        cells = []
-        for length in (1024, 2048, 4096, 8192):
-            here = [f for f in found if f["length"] == length]
-            near, far = (next(f["nats"] for f in here if f["depth"] == depth) for depth in (0.9, 0.6))
-            right = f"{sum(f['right'] for f in here)} of {sum(f['asked'] for f in here)}"
-            cells.append(f"{right} ({near:.2f}, {far:.2f})")
+        record = read_eval(SETTINGS / "choice" / f"{name}-needle.txt")
+        nats = {(f["length"], f["depth"]): f["nats"] for f in record["found"]}
+        cells = [
+            f"{right} of {asked} ({nats[n, 0.9]:.2f}, {nats[n, 0.6]:.2f})"
+            for n, (right, asked) in needles_found(record).items()
+        ]
         rows.append([name, *cells])
     return table(["variant", "1,024", "2,048", "4,096", "8,192"], rows)
 
