@@ -183,7 +183,7 @@ def train(
         if picture is None:
             raise UsageError(f"--plot {plot} needs an output file: add --picture FILE.svg")
         check_place("--picture", Path(picture), PICTURES)
-        print("\n".join(heat_maps(read_results("--plot", Path(plot)), Path(picture))))
+        print("\n".join(heat_maps(read_results(Path(plot)), Path(picture))))
         return 0
 
     return main(

@@ -285,17 +285,17 @@ def check_device(config: RunConfig) -> None:
     raise UsageError("--cuda-graph on needs a GPU and this run uses the CPU: use --cuda-graph off or auto")
 
 
-def read_results(flag: str, file: Path) -> dict[str, Any]:
+def read_results(file: Path) -> dict[str, Any]:
     """Read a file that `--out` wrote."""
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
         if result["bench"] == "train" and isinstance(result["results"], list):
             return dict(result)
     except OSError as error:
-        raise UsageError(f"{flag} {file} cannot be read ({error.strerror}): give a file written by --out") from None
+        raise UsageError(f"--plot {file} cannot be read ({error.strerror}): give a file written by --out") from None
     except (ValueError, KeyError, TypeError):
         pass
-    raise UsageError(f"{flag} {file} was not written by `tercet bench train --out`: give such a file")
+    raise UsageError(f"--plot {file} was not written by `tercet bench train --out`: give such a file")
 
 
 def main(

@@ -99,7 +99,7 @@ def measure(cell: dict[str, Any], steps: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def kernel_times(cell: dict[str, Any], repeats: int = 2) -> list[dict[str, Any]]:
+def kernel_times(cell: dict[str, Any]) -> list[dict[str, Any]]:
     """Profile a training step of a cell: milliseconds and launches of every kernel, longest first. Needs a GPU."""
     torch._dynamo.reset()
     config = configured(cell, 1)
@@ -107,7 +107,7 @@ def kernel_times(cell: dict[str, Any], repeats: int = 2) -> list[dict[str, Any]]
         bench = Bench(config, Path(folder))
         bench.batches = [_batch(config, bench.device, packed=cell["packed"])]
         bench.interval(watched=False, steps=_warm_ups(config, _WARM))
-        found = profile(lambda: bench.interval(watched=False, steps=1), repeats)
+        found = profile(lambda: bench.interval(watched=False, steps=1), repeats=2)
         bench.close()
     return [{"kernel": name, "ms": ms, "launches": launches} for ms, launches, name in found]
 

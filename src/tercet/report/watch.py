@@ -141,8 +141,8 @@ class View:
         validation: Any = first.last.get(events.Validated)
         saved: Any = first.last.get(events.CheckpointSaved)
         grid = Table.grid(padding=(0, 2))
-        grid.add_row("loss", f"{step.loss:.4f}", sparkline(list(first.losses), 48))
-        grid.add_row("tokens/s", quantity(step.tokens_per_s), sparkline(list(first.speeds), 48))
+        grid.add_row("loss", f"{step.loss:.4f}", sparkline(list(first.losses)))
+        grid.add_row("tokens/s", quantity(step.tokens_per_s), sparkline(list(first.speeds)))
         if resources:
             grid.add_row("step", f"{1e3 * step.step_seconds:.1f} ms", _phases(resources))
             memory = (
@@ -189,11 +189,11 @@ def _finite(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) and abs(value) < 1e100 else 0.0
 
 
-def sparkline(values: list[float], width: int) -> Text:
-    """A line chart of block characters."""
+def sparkline(values: list[float]) -> Text:
+    """A line chart of at most 48 block characters."""
     if not values:
         return Text("")
-    size = max(1, -(-len(values) // width))
+    size = max(1, -(-len(values) // 48))
     means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
     low, high = min(means), max(means)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0

@@ -238,14 +238,14 @@ def forward(
     return o, lse
 
 
-def log_sum_exp(q: Tensor, k: Tensor, config: NSAConfig, documents: Documents, launch: Launch | None = None) -> Tensor:
+def log_sum_exp(q: Tensor, k: Tensor, config: NSAConfig, documents: Documents) -> Tensor:
     """lse as `forward` computes it, without values or output; undefined for queries that select every block."""
     B, T, H, DK = q.shape
     G = k.shape[2]
     lse = torch.empty(row_shape("compressed", B, T, H), dtype=torch.float32, device=q.device)
     if config.num_blocks(min(documents.first_query + documents.queries, documents.longest)) <= config.select_count:
         return lse
-    launch = launch or triton_launch("compressed_forward", q, k)
+    launch = triton_launch("compressed_forward", q, k)
     (qd,), (kd,) = descriptors(launch.tma, launch.rows, q), descriptors(launch.tma, launch.keys, k)
     cu, *bounds = documents.query_tokens(launch.rows)
     call(

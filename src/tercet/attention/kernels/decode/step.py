@@ -142,9 +142,8 @@ def nsa_step(
 
 
 def dense_step(
-    q: Tensor, kv: Tensor, held: Held, counts: Tensor | None, heads: Heads, *, norms: Norms | None,
-    splits: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, kv: Tensor, held: Held, counts: Tensor | None, heads: Heads, *, norms: Norms | None
+) -> tuple[Tensor, Tensor]:
     """(out [B, 1, H·Dv], keys read) of full attention: reads every key up to the new token of each row."""
     batch = q.shape[0]
     assert held.selected is not None
@@ -153,7 +152,7 @@ def dense_step(
         norms=norms, phi=None,
     )  # fmt: skip
     pairs = batch * heads.groups
-    a = splits or _splits(q.device, pairs, held.tokens, tile_keys(rotated, heads.value_size))
+    a = _splits(q.device, pairs, held.tokens, tile_keys(rotated, heads.value_size))
     parts = empty_parts(rotated, heads.groups, heads.value_size, a)
     attend_prefix(rotated, held.selected, held.lengths, counts, parts, a, None, None)
     out = merge_parts(parts, None, held.lengths, counts, (a, a, a), q.dtype)
