@@ -55,8 +55,8 @@ class Loader:
         stream: DocumentStream,
         batches: Generator[Batch, None, None],
         prefetch: int,
-        stop: Callable[[], bool] = lambda: False,
-        changes: Sequence[str] = (),
+        stop: Callable[[], bool],
+        changes: Sequence[str],
     ) -> None:
         self.changes = changes  # of the files since the state was saved, which data.accept_changes accepted
         self.stream, self._source = stream, batches

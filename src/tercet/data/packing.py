@@ -260,12 +260,7 @@ def block_dtype(vocab_size: int) -> type[np.signedinteger[Any]]:
 
 
 def pack_shuffled(
-    stream: DocumentStream,
-    packing: Packing,
-    block: int,
-    seed: int,
-    state: dict[str, Any] | None = None,
-    limit: int | None = None,
+    stream: DocumentStream, packing: Packing, block: int, seed: int, state: dict[str, Any] | None, limit: int | None
 ) -> PackedBatches:
     """Like `pack`, with the sequences of every `block` permuted. Blocks use the packing's dtype; batches are int64.
 

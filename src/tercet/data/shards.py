@@ -73,7 +73,7 @@ class ShardStream:
     """Documents of a shard folder, shuffled globally. Its cursor has `at`, the documents delivered in this epoch."""
 
     def __init__(
-        self, folder: Path, tokenizer: Tokenizer, options: ReadOptions, name: str, hold_out_end: bool | None = None
+        self, folder: Path, tokenizer: Tokenizer, options: ReadOptions, name: str, hold_out_end: bool | None
     ) -> None:
         """hold_out_end: whether validation reads the end of all tokens instead of whole documents; None: only if the
         hashes put all documents on one side of the split."""

@@ -64,9 +64,7 @@ class Exchange:
     """One all-to-all. x: this rank's rows [rows, ...]; out: a buffer [moves.rows, ...] with its own and the fetched
     rows."""
 
-    def __init__(
-        self, moves: RowMoves, group: dist.ProcessGroup, count_bytes: Callable[[int], None] = lambda _: None
-    ) -> None:
+    def __init__(self, moves: RowMoves, group: dist.ProcessGroup, count_bytes: Callable[[int], None]) -> None:
         self.moves, self.group, self._count_bytes = moves, group, count_bytes
         self._work: Any = None
         self._buffers: tuple[Tensor, Tensor] | None = None

@@ -187,8 +187,8 @@ class StepGraph:
         precision: str,
         capturer: GraphCapturer | None = None,
         *,
-        may_fail: bool = False,
-        choice: GraphChoice | None = None,
+        may_fail: bool,
+        choice: GraphChoice | None,
     ) -> None:
         self._model, self._precision, self._may_fail = model, precision, may_fail
         self.choice = choice

@@ -52,7 +52,7 @@ def set_arithmetic(*, deterministic: bool, threads: int | None) -> None:
     torch.use_deterministic_algorithms(deterministic)
 
 
-def peak_memory_gib(device: torch.device, held_bytes: int = 0) -> float:
+def peak_memory_gib(device: torch.device, held_bytes: int) -> float:
     """On a GPU: peak allocated memory plus what CUDA graphs hold (TrainState.held_bytes). On a CPU: peak RSS."""
     if device.type == "cuda":
         return (torch.cuda.max_memory_allocated(device) + held_bytes) / 2**30

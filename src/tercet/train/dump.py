@@ -22,7 +22,7 @@ from tercet.train.step import MicroBatch, autocast, loss_sum
 
 
 def write_dump(
-    folder: Path, step: int, model: nn.Module, batches: Sequence[MicroBatch], config: RunConfig, rank: int = 0
+    folder: Path, step: int, model: nn.Module, batches: Sequence[MicroBatch], config: RunConfig, rank: int
 ) -> Path:
     """Write the current weights and the batches of `step` to nonfinite/step-N in the run folder. Call on every rank."""
     target = folder / "nonfinite" / f"step-{step:08d}"

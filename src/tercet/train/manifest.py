@@ -169,7 +169,7 @@ def remove(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def prune(checkpoints: Path, keep: int, keep_every: int, keep_steps: Collection[int] = ()) -> list[Path]:
+def prune(checkpoints: Path, keep: int, keep_every: int, keep_steps: Collection[int]) -> list[Path]:
     """Delete all but the newest `keep`, the multiples of `keep_every` and `keep_steps`. Returns the deleted folders."""
     if keep == 0:
         return []
