@@ -136,43 +136,37 @@ def test_selectors_that_do_not_fit_are_refused(tmp_path):
     assert not (tmp_path / "again").exists()
 
 
-def test_an_import_holds_a_few_tensors_at_a_time(tmp_path, monkeypatch):
-    theirs = dense_model(tmp_path / "dense", FAMILIES["qwen3"])
+def count_held(weights: type, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that will have, for each tensor that is read, the number of those that are then in memory."""
     alive: list[weakref.ref[torch.Tensor]] = []
-    most = 0
-    read = LazyWeights.__getitem__
+    held: list[int] = []
+    read = weights.__getitem__
 
-    def counted(self: LazyWeights, name: str) -> torch.Tensor:
-        nonlocal most
+    def counted(self: object, name: str) -> torch.Tensor:
         tensor = read(self, name)
         alive.append(weakref.ref(tensor))
-        most = max(most, sum(ref() is not None for ref in alive))
+        held.append(sum(ref() is not None for ref in alive))
         return tensor
 
-    monkeypatch.setattr(LazyWeights, "__getitem__", counted)
+    monkeypatch.setattr(weights, "__getitem__", counted)
+    return held
+
+
+def test_an_import_holds_a_few_tensors_at_a_time(tmp_path, monkeypatch):
+    theirs = dense_model(tmp_path / "dense", FAMILIES["qwen3"])
+    held = count_held(LazyWeights, monkeypatch)
     import_model(tmp_path / "dense", tmp_path / "out", attention="block-sparse")
-    assert len(alive) == len(theirs.state_dict())
-    assert most <= 5  # the tensor that is being written, and two pairs of a block that are joined
+    assert len(held) == len(theirs.state_dict())
+    assert max(held) <= 5  # the tensor that is being written, and two pairs of a block that are joined
 
 
 def test_an_export_of_a_run_holds_a_few_tensors_at_a_time(tmp_path, monkeypatch):
     run = trained(tmp_path / "run", train__steps=1, model__gate="none")
     model = tercet.load_model(run)
-    alive: list[weakref.ref[torch.Tensor]] = []
-    most = 0
-    read = StoredWeights.__getitem__
-
-    def counted(self: StoredWeights, name: str) -> torch.Tensor:
-        nonlocal most
-        tensor = read(self, name)
-        alive.append(weakref.ref(tensor))
-        most = max(most, sum(ref() is not None for ref in alive))
-        return tensor
-
-    monkeypatch.setattr(StoredWeights, "__getitem__", counted)
+    held = count_held(StoredWeights, monkeypatch)
     export_dense(run, tmp_path / "out", "llama")
-    assert len(alive) == len(model.state_dict())
-    assert most <= 4  # two that are split, the one that is being written, and the next
+    assert len(held) == len(model.state_dict())
+    assert max(held) <= 4  # two that are split, the one that is being written, and the next
     written = dict(tensors(tmp_path / "out"))
     assert torch.equal(written["model.embed_tokens.weight"], model.embedding.weight)
     assert torch.equal(written["model.layers.1.mlp.up_proj.weight"], model.blocks[1].ffn.gate_up.weight.chunk(2)[1])
