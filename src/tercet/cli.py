@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             import traceback
 
             traceback.print_exc()
-        elif not getattr(error, "reported_elsewhere", False):  # another rank prints it
+        elif not getattr(error, "reported_elsewhere", False):
             print(f"error: {printable(_one_line(error))}", file=sys.stderr)
         return getattr(error, "exit_code", EXIT_FAILURE)
     except BrokenPipeError:

@@ -12,6 +12,7 @@ class TercetError(Exception):
     """An expected failure. The message is one line: name, value, rule and fix."""
 
     exit_code = EXIT_FAILURE
+    reported_elsewhere = False  # another rank prints it
 
 
 class UsageError(TercetError):

@@ -127,7 +127,7 @@ class CachedDecoder:
         if self._device.type != "cuda":
             return f"the model is on {self._device.type}"
         for layer, cache in zip(self.model.attention_layers(), self.cache, strict=True):
-            if getattr(layer, "backend", "auto") == "reference":
+            if layer.backend == "reference":
                 return "model.backend=reference was requested"
             if (reason := why_not_token_kernels(layer, cache)) is not None:
                 return reason

@@ -32,7 +32,7 @@ _GONE = "is gone (killed, or out of memory: see dmesg)"
 
 
 class PeerFailed(TercetError):
-    """Another rank failed. `reported_elsewhere`: a third rank prints the error."""
+    """Another rank failed."""
 
     def __init__(self, message: str, *, reported_elsewhere: bool = False) -> None:
         super().__init__(message)

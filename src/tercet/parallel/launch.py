@@ -33,9 +33,7 @@ _FOLDER_KEY = "tercet/run_folder"
 
 
 class LaunchError(TercetError):
-    """The ranks cannot start. `reported_elsewhere`: another rank prints the error."""
-
-    reported_elsewhere = False
+    """The ranks cannot start."""
 
 
 class WrongLaunch(LaunchError, UsageError):

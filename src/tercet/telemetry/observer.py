@@ -210,7 +210,7 @@ class LayerProbe:
         for i, layer in enumerate(self.layers):
             on_gpu = self.on_gpu(layer)
             for branch, route in layer.routes.items():
-                reason = getattr(route, "reason", None) or ""
+                reason = route.reason or ""
                 fallback = on_gpu and route == "reference" and reason != REQUESTED
                 self._current[i, branch, str(route), reason, fallback] += 1
 

@@ -65,7 +65,7 @@ def rank_context(strategy: Strategy) -> Iterator[None]:
         cause = strategy.explain(error)
         if not isinstance(cause, TercetError) or "--debug" in sys.argv:
             traceback.print_exception(cause)
-        elif not getattr(cause, "reported_elsewhere", False):
+        elif not cause.reported_elsewhere:
             print(f"error: {printable(str(cause))}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
