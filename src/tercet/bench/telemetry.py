@@ -26,9 +26,9 @@ from tercet.config.load import load
 from tercet.config.schema import RunConfig
 from tercet.parallel.strategy import Single
 from tercet.telemetry.event_log import EventLog
-from tercet.telemetry.events import Event, StepLogged
+from tercet.telemetry.events import StepLogged
 from tercet.telemetry.observer import Observer
-from tercet.telemetry.sinks import BackgroundSink, LayerSink, RouteSink, TensorBoardSink, csv_sinks, tensorboard_wanted
+from tercet.telemetry.sinks import BackgroundSink, csv_sinks, slow_sinks
 from tercet.telemetry.watchdog import Heartbeat, Watchdog
 from tercet.train.console import precision_of
 from tercet.train.device import device_name, peak_memory_gib, pick_device
@@ -63,13 +63,8 @@ class Bench:
 
         self.batches = [batch() for _ in range(config.accumulation)]
         self.log = EventLog(folder)
-        slow: list[Callable[[Event], None]] = [
-            LayerSink(folder / "k_stats.csv", []),
-            RouteSink(folder / "fallback_counters.csv"),
-        ]
-        if tensorboard_wanted(config.log.tensorboard):
-            slow.append(TensorBoardSink(folder / "tb", 0))
-        self.behind = [BackgroundSink("a sink", sink, print) for sink in slow]
+        slow = slow_sinks(folder, [], config.log.tensorboard, 0)
+        self.behind = [BackgroundSink(name, sink, print) for name, sink in slow.items()]
         self.log.readers += [*csv_sinks(folder, []), *self.behind]
         self.observer = Observer(
             config, folder, 0, self.device, self.state.model, self.state.optimizer, self.log,

@@ -1,7 +1,7 @@
 """Sinks: readers of the event stream that write what other tools open.
 
     training.csv, val.csv     CsvSink           loss, learning rate, throughput, ...
-    k_stats.csv               LayerSink         gates and selection of every layer
+    k_stats.csv               CsvSink           gates and selection of every layer
     fallback_counters.csv     RouteSink         forward passes by backend
     exchange_rank{r}.csv      ExchangeSink      bytes received per step, with strategy=cp
     tb/                       TensorBoardSink   the same numbers for TensorBoard
@@ -67,6 +67,7 @@ EXCHANGE_COLUMNS = ("raw", "compressed", "window", "selected", "requests", "befo
 CLOSE_SECONDS = 30.0
 
 Row = tuple[Any, ...]
+Sink = Callable[[Event], None]
 
 
 def csv_line(values: Iterable[Any]) -> str:
@@ -103,13 +104,6 @@ class CsvSink:
         self._file.write("".join(csv_line(row) for row in self._rows(event)).encode())
 
 
-class LayerSink(CsvSink):
-    """k_stats.csv: gates and selection, one row per step and layer."""
-
-    def __init__(self, path: Path, past: Iterable[Event]) -> None:
-        super().__init__(path, LAYER_COLUMNS, layer_rows, past)
-
-
 def csv_sinks(folder: Path, past: list[Event]) -> list[CsvSink]:
     """training.csv and val.csv of a run folder."""
 
@@ -122,8 +116,18 @@ def csv_sinks(folder: Path, past: list[Event]) -> list[CsvSink]:
     ]
 
 
+def slow_sinks(folder: Path, past: list[Event], tensorboard: bool | str, step: int) -> dict[str, Sink]:
+    """k_stats.csv, fallback_counters.csv and tb/ of a run folder, by their names in messages."""
+    found: dict[str, Sink] = {
+        "the layer table": CsvSink(folder / "k_stats.csv", LAYER_COLUMNS, layer_rows, past),
+        "the route table": RouteSink(folder / "fallback_counters.csv", past),
+    }
+    if tensorboard_wanted(tensorboard):
+        found["TensorBoard"] = TensorBoardSink(folder / "tb", step)
+    return found
+
+
 def layer_rows(event: Event) -> Iterator[Row]:
-    """One row per layer."""
     if isinstance(event, LayersObserved):
         columns = [getattr(event, name) for name in STATISTICS]
         for i, kind in enumerate(event.attention):
@@ -133,7 +137,7 @@ def layer_rows(event: Event) -> Iterator[Row]:
 class RouteSink:
     """fallback_counters.csv: totals over all processes of the run, rewritten at each count."""
 
-    def __init__(self, path: Path, past: Iterable[Event] = ()) -> None:
+    def __init__(self, path: Path, past: Iterable[Event]) -> None:
         self._path = path
         self._before = route_totals(past)  # of earlier processes
         self._write(self._before)
@@ -304,7 +308,7 @@ class BackgroundSink:
     On a full disk it misses events until there is space again.
     """
 
-    def __init__(self, name: str, sink: Callable[[Event], None], warn: Callable[[str], None]) -> None:
+    def __init__(self, name: str, sink: Sink, warn: Callable[[str], None]) -> None:
         self._name, self._sink, self._warn = name, sink, warn
         self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -19,16 +18,7 @@ from tercet.telemetry.event_log import EventLog
 from tercet.telemetry.events import Event, RunStarted
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
-from tercet.telemetry.sinks import (
-    BackgroundSink,
-    ExchangeSink,
-    LayerSink,
-    RouteSink,
-    TensorBoardSink,
-    WandbSink,
-    csv_sinks,
-    tensorboard_wanted,
-)
+from tercet.telemetry.sinks import BackgroundSink, ExchangeSink, WandbSink, csv_sinks, slow_sinks
 from tercet.telemetry.watchdog import Heartbeat, Watchdog
 from tercet.train.console import precision_of
 from tercet.train.device import device_name
@@ -49,11 +39,8 @@ def attach(
     """Attach sinks, watchdog and observer; `stack` closes them. Rank 0 writes the files that all ranks share."""
     if strategy.rank == 0:
         log.readers += [screen, *csv_sinks(folder, past)]
-        slow: dict[str, Callable[[Event], None]] = {"the layer table": LayerSink(folder / "k_stats.csv", past)}
-        slow["the route table"] = RouteSink(folder / "fallback_counters.csv", past)
-        if tensorboard_wanted(config.log.tensorboard):
-            slow["TensorBoard"] = TensorBoardSink(folder / "tb", state.step)
-        elif config.log.tensorboard and not past:
+        slow = slow_sinks(folder, past, config.log.tensorboard, state.step)
+        if config.log.tensorboard and "TensorBoard" not in slow and not past:
             screen.say("TensorBoard is not installed, so tb/ is not written: pip install 'tercet[report]' adds it")
         if config.log.wandb:
             slow["W&B"] = WandbSink(folder, config.run.name, config.model_dump(mode="json"))
