@@ -55,7 +55,7 @@ def test_in_an_active_environment_the_name_is_enough(bin_folder, monkeypatch):
     assert (program(), program("torchrun"), python()) == ("tercet", "torchrun", "python")
 
 
-def test_what_is_linked_from_the_path_is_found_there(bin_folder, tmp_path, monkeypatch):
+def test_what_is_linked_from_the_path_is_found_there(bin_folder, tmp_path):
     (tmp_path / "usr" / "bin" / "tercet").symlink_to(bin_folder / "tercet")
     assert program() == "tercet"
 
@@ -73,7 +73,7 @@ def test_what_was_started_as_a_module_is_named_as_one(bin_folder, tmp_path, monk
     assert program() == "python -m tercet"
 
 
-def test_without_scripts_modules_are_named(bin_folder, tmp_path, monkeypatch):
+def test_without_scripts_modules_are_named(bin_folder, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["a_program_of_mine.py"])
     assert program() == ".venv/bin/tercet"
     for name in ("tercet", "torchrun"):

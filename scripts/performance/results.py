@@ -84,5 +84,4 @@ def paragraph(text: str) -> str:
 
 
 def item(text: str) -> str:
-    """An item of a list."""
     return "\n".join(textwrap.wrap(f"- {text}", 120, subsequent_indent="  ", break_on_hyphens=False))

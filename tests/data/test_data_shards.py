@@ -78,7 +78,7 @@ def test_a_token_outside_the_vocabulary_is_named(source, tmp_path):
         list(islice(loader, 1000))
 
 
-def test_an_interrupted_preparation_continues_and_gives_the_same_bytes(source, tmp_path, small_chunks, monkeypatch):
+def test_an_interrupted_preparation_continues_and_gives_the_same_bytes(source, tmp_path, small_chunks):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     prepare(source, straight, workers=1, shard_tokens=1500)
 

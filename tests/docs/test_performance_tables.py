@@ -50,7 +50,7 @@ def test_every_table_is_on_a_page(script: ModuleType) -> None:
     assert set(re.findall(r"<!-- table:([\w-]+) -->", text)) == script.TABLES.keys()
 
 
-def test_lines_fit_the_line_length(script: ModuleType) -> None:
+def test_lines_fit_the_line_length() -> None:
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     assert [line for line in page.splitlines() if len(line) > 120] == []
 

@@ -432,7 +432,7 @@ def test_a_plot_that_cannot_be_written_fails_before_measuring(tmp_path, monkeypa
     assert not (tmp_path / "p.svg").exists()
 
 
-def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path):
+def test_bits_per_byte_do_not_depend_on_the_tokenizer():
     """A uniform model over pairs of letters takes as many bits per byte as one over letters."""
     from tokenizers import Tokenizer, decoders, models
 

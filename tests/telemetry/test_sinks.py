@@ -95,7 +95,7 @@ def test_without_tensorboard_a_run_notes_it_once_and_has_no_tb_folder(tmp_path, 
     assert not (folder / "tb").exists()
 
 
-def test_a_slow_sink_does_not_block_and_a_failed_one_is_reported(tmp_path):
+def test_a_slow_sink_does_not_block_and_a_failed_one_is_reported():
     entered, release, seen, warnings = threading.Event(), threading.Event(), [], []
 
     def slow(event):

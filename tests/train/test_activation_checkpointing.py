@@ -71,7 +71,7 @@ def counted() -> Iterator[OpCounter]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_backward_pass_uses_the_selection_of_the_forward_pass(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backward_pass_uses_the_selection_of_the_forward_pass(mode: str) -> None:
     """Selected blocks come out of `keep_selection`; a recomputation must get them back, not run it again."""
     model, data = build(mode), inputs(packed=False)
     with counted() as forward:

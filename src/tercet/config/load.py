@@ -94,7 +94,6 @@ def keep_origins(loaded: Loaded, file: Path) -> Loaded:
 
 
 def preset_names() -> list[str]:
-    """Names of the built-in presets."""
     folder = resources.files("tercet.config") / "presets"
     return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
 

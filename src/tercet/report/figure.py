@@ -50,8 +50,6 @@ _STYLE: Any = {
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot on the page."""
-
     anchor: str
     title: str
     caption: str

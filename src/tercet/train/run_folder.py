@@ -50,7 +50,6 @@ class RunFolder:
             ) from None
 
     def _open_lock(self, lock: bool) -> int:
-        """Open the lock file, and lock it if `lock`."""
         while True:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)

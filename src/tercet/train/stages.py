@@ -78,6 +78,5 @@ def check_stage_data(run: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def step_flops(stage: RunConfig) -> float:
-    """FLOPs of one step."""
     only = stage.train.selector.only
     return stage.train.tokens_per_step * flops_per_token(stage.model, stage.data.seq_len, selectors_only=only)
