@@ -77,6 +77,7 @@ train --preset tiny --data.tokenizer ./no.json --run.dir new                 tok
 train --preset tiny --data.eos_token x --run.dir new                         eos_token='x' with tokenizer=byte
 train --preset tiny --run.dir run                                            run already holds a run
 train --preset tiny --run.dir text.txt                                       run folder text.txt cannot be written
+train --preset tiny --run.dir text.txt/new              cannot be written (Not a directory): pick another --run.dir
 train --preset tiny --run.dir blocked                                        blocked/events_rank0.jsonl is not a file
 train --preset tiny --run.dir blocked --resume auto                          blocked/events_rank0.jsonl is not a file
 train --preset tiny --resume nowhere                                         nowhere is neither a checkpoint folder
@@ -94,8 +95,6 @@ train --preset tiny --run.device cpu --train.cuda_graph on --run.dir new     tra
 report                                                                       no run folder given
 report nowhere                                                               nowhere is not a folder
 report empty                                                                 empty has no events
-report run run                                                               run is given twice
-report run ./run/../run --out new                                            are the same folder
 report empty --min_steps 3                                                   min_steps=3 is below 500
 watch                                                                        tercet watch needs RUN
 watch nowhere --once                                                         nowhere is not a folder
@@ -135,9 +134,6 @@ eval perplexity nowhere                                                      now
 eval needle empty                                                            empty has no checkpoint
 eval recall                                                                  no run folder given
 eval recall nowhere                                                          nowhere does not exist
-eval perplexity empty --plot p.png                                           --plot p.png does not end in .svg
-eval needle empty --plot p.png                                               --plot p.png does not end in .svg
-eval recall empty --plot p.png                                               --plot p.png does not end in .svg
 eval selection-map nowhere s.html                                            nowhere does not exist
 eval selections nowhere s.npz                                                nowhere does not exist
 export hf nowhere out                                                        nowhere does not exist

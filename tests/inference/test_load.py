@@ -115,24 +115,6 @@ def test_a_batch_and_json_on_the_command_line(run, capsys):
     assert all(len(a["tokens"]) == 5 for a in answers)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--prompt", ""], "error: the prompt is empty"),
-        ([], "error: no prompt given"),
-        (["--prompt", "x" * 70], "over the context of 64"),
-        (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0"),
-        (["--prompt-file", "/no/such/file"], "cannot be read"),
-        (["--promt", "a"], "did you mean --prompt"),
-    ],
-)
-def test_the_command_says_what_is_wrong_in_one_line(run, capsys, arguments, said):
-    assert main(["generate", str(run), "--max-new-tokens", "4", *arguments]) in (1, 2)
-    told = capsys.readouterr().err
-    assert said in told
-    assert told.count("\n") == 1
-
-
 def test_evaluations_end_with_one_line_of_json(run, tmp_path, capsys):
     import json
 

@@ -435,14 +435,6 @@ def test_a_failed_save_stops_the_run_by_default(fork_server: ForkServer, tmp_pat
     assert ended(folder).outcome == "failed"
 
 
-def test_an_unwritable_folder_is_one_line(fork_server: ForkServer, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    child = fork_server.run(small(run__dir=str(tmp_path / "file" / "run")), resume=None)
-    assert child.code == 2
-    assert child.output.strip().count("\n") == 0
-    assert "cannot be written (Not a directory): pick another --run.dir" in child.output
-
-
 def test_a_folder_without_permissions_is_one_line(fork_server: ForkServer, tmp_path: Path) -> None:
     if os.geteuid() == 0:
         pytest.skip("root may write anywhere")
