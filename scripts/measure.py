@@ -190,6 +190,9 @@ def main() -> int:
     names = args.parts.split(",")
     if unknown := [name for name in names if name not in PARTS]:
         parser.error(f"--parts {unknown[0]} is unknown: pick from {', '.join(PARTS)}")
+    for file in (args.out / f"{name}.json" for name in names):
+        if args.quick and file.exists() and not json.loads(file.read_text(encoding="utf-8")).get("quick"):
+            parser.error(f"{file} holds measured results, and --quick would replace them: give another folder")
     started = time.time()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # many processes compile at once
     args.out.mkdir(parents=True, exist_ok=True)

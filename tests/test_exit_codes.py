@@ -95,6 +95,8 @@ train --preset tiny --run.device cpu --train.cuda_graph on --run.dir new     tra
 report                                                                       no run folder given
 report nowhere                                                               nowhere is not a folder
 report empty                                                                 empty has no events
+report empty --min_dense_ratio -1                                            min_dense_ratio=-1 must be a positive
+report empty --target_tokens_per_s nan                                       target_tokens_per_s=nan must be a posi
 report empty --min_steps 3                                                   min_steps=3 is below 500
 watch                                                                        tercet watch needs RUN
 watch nowhere --once                                                         nowhere is not a folder
@@ -161,6 +163,17 @@ bench train --preset tiny --checkpointing foo                                --c
 bench train --preset tiny --lengths ,                                        neither --lengths nor --batches
 bench train --preset tiny --lengths 64 --kinds ,                             --kinds is empty
 bench layer --lengths ,                                                      --lengths is empty
+bench train --preset tiny --settings train.tokens_per_step=8192              train.tokens_per_step=8192: this benchmark
+bench train --preset tiny --settings train.cuda_graph=on                     use --cuda-graph
+bench train --preset tiny-dense                                              --kinds nsa with model.attention=dense
+bench train --preset tiny --seconds 0                                        --seconds 0 is too short
+bench layer --repeats 0                                                      repeats=0 must be at least 1
+bench layer --tokens 0                                                       tokens=0 must be at least 1
+bench tune --workers 0                                                       workers=0 must be at least 1
+bench decode --steps 0                                                       steps=0 must be at least 1
+bench decode --no-attention --model-contexts ,                               nothing to measure
+bench decode --preset tiny-dense --no-attention --model-contexts 64          model.attention=dense in tiny-dense
+bench attention --inputs recorded:empty                                      empty is a folder
 bench train --preset tiny --steps 0                                          --steps 0 is too small
 bench train --preset tiny --out text.txt/o.json                              --out text.txt/o.json cannot be written
 bench train --preset tiny --out empty                                        --out empty cannot be written (Is a dir

@@ -36,6 +36,18 @@ def test_both_kinds_are_measured_and_their_keys_counted(capsys, monkeypatch) -> 
     assert 1 <= rows["nsa", 200, 1]["cache_bytes_per_token"] / one < 2
 
 
+def test_a_pattern_of_layers_is_measured_as_it_is(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    caches = {}
+    for pattern in ("nsa", "window,nsa"):
+        settings = f"model.attention={pattern}"
+        for steps in (1, 4):  # one step, too, has room in the cache
+            assert decode(preset="tiny", model_contexts=(96,), model_batches=(1,), steps=steps, settings=settings) == 0
+        sparse, _ = json.loads(capsys.readouterr().out.splitlines()[-1])["model"]
+        caches[pattern] = sparse["cache_bytes_per_token"]
+    assert caches["window,nsa"] < caches["nsa"]
+
+
 def test_a_learned_selector_is_measured_if_asked_for(capsys, monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert decode(preset="tiny", model_contexts=(96,), model_batches=(1,), steps=4, selector="learned") == 0
@@ -87,7 +99,8 @@ def test_a_context_too_short_for_the_measurement_fails(capsys) -> None:
     with pytest.raises(TercetError, match=r"contexts=200 is too short.*give at least 201"):
         decode(contexts=(4096, 200), model_contexts=())
     assert capsys.readouterr().out == ""
-    assert decode(contexts=(200,), model_contexts=(), attention=False) == 0
+    model = {"preset": "tiny", "model_contexts": (64,), "model_batches": (1,), "steps": 4}
+    assert decode(contexts=(200,), attention=False, **model) == 0  # read by the attention step only
 
 
 def test_the_attention_step_never_writes_past_its_caches(capsys, monkeypatch) -> None:

@@ -44,6 +44,18 @@ def test_finished_rows_are_kept_when_a_part_fails(
     assert (saved["results"], saved["complete"]) == ([{"shape": "first"}], False)
 
 
+def test_a_dry_run_does_not_replace_measured_results(
+    measure: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "decode.json"
+    file.write_text(json.dumps({"quick": False, "results": [1]}))
+    monkeypatch.setattr(sys, "argv", ["measure.py", str(tmp_path), "--quick", "--parts", "decode"])
+    with pytest.raises(SystemExit):
+        measure.main()
+    assert "give another folder" in capsys.readouterr().err
+    assert json.loads(file.read_text())["results"] == [1]
+
+
 def test_a_failing_subprocess_fails_its_part(measure: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("no kernels")

@@ -171,3 +171,15 @@ def test_the_kernels_are_correct_and_timed_with_recorded_blocks(shape, tmp_path:
     assert 0.8 < row["agreement"] < 0.95
     assert 0 < row["nsa_forward_ms"] < row["nsa_both_ms"]
     assert ("nsa_graph_both_ms" in row) == (shape.D == 64)
+
+
+def test_a_recording_whose_parts_do_not_fit_is_refused(tmp_path: Path) -> None:
+    blocks = torch.full((64, 1, 5), -1, dtype=torch.int32)
+    blocks[..., 0] = 0
+    whole = make_recording("a run", [LayerSelection(0, NSA, blocks, None)])
+    for bits in (whole.bits[..., :4], whole.bits[:0], whole.bits.astype("float32"), whole.bits[0]):
+        save(replace(whole, bits=bits), tmp_path / "wrong.npz")
+        with pytest.raises(UsageError, match="is not a recording"):
+            load(tmp_path / "wrong.npz")
+    save(whole, tmp_path / "whole.npz")
+    assert load(tmp_path / "whole.npz").tokens == 64

@@ -276,6 +276,8 @@ def test_a_baseline_must_match_in_everything_but_attention(healthy, tmp_path):
     assert baseline_mismatch(healthy, read_run(dense.folder)) == "train.selector.only is True instead of False"
     config.write_text(told.replace('backend = "auto"', 'backend = "reference"', 1))  # another FFN
     assert baseline_mismatch(healthy, read_run(dense.folder)) == "model.backend is reference instead of auto"
+    config.write_text(told.replace('optimizer = "adamw"', 'optimizer = "muon"', 1))  # which takes longer
+    assert baseline_mismatch(healthy, read_run(dense.folder)) == "train.optimizer is muon instead of adamw"
     config.write_text(told.replace('gate = "sigmoid"', 'gate = "softmax"'))  # which a dense model does not use
     assert (baseline_mismatch(healthy, read_run(dense.folder)), 'gate = "sigmoid"' in told) == ("", True)
     config.write_text(told)

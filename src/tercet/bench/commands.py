@@ -59,6 +59,7 @@ def layer(
         repeats: Timings per layer; the median is reported.
     """
     _check_sizes(lengths=lengths)
+    at_least_one(tokens=tokens, repeats=repeats)
     from tercet.bench.layer import main
 
     return main(lengths, tokens, compile, repeats)
@@ -77,6 +78,7 @@ def tune(*, shapes: tuple[str, ...] = ("P64k", "C1x16k"), kernels: tuple[str, ..
 
     if not TRITON_INSTALLED:
         raise TercetError("tercet bench tune times Triton's kernels and Triton is not installed: pip install triton")
+    at_least_one(workers=workers)
     from tercet.bench.tune import CANDIDATES, main
 
     return main(shapes, kernels or tuple(CANDIDATES), workers)
@@ -112,6 +114,7 @@ def decode(
         profile: Also print the time of each kernel of the attention step.
     """
     _check_sizes(batches=batches, contexts=contexts, model_batches=model_batches, model_contexts=model_contexts)
+    at_least_one(steps=steps)
     from tercet.bench.decode import HEADS, main
 
     check_known("--heads", [heads], HEADS)
@@ -174,7 +177,7 @@ def train(
     from pathlib import Path
 
     _check_sizes(lengths=lengths, batches=batches)
-    from tercet.bench.train import PICTURES, check_place, main, read_results
+    from tercet.bench.train import PICTURES, check_place, check_settings, main, read_results
 
     if plot is not None:
         from tercet.bench.plots import heat_maps
@@ -186,11 +189,13 @@ def train(
         print("\n".join(heat_maps(read_results(Path(plot)), Path(picture))))
         return 0
 
+    given = parse_settings(settings)
+    check_settings(given)
     return main(
         preset=preset, kinds=kinds, lengths=lengths, tokens=tokens, batches=batches, batch_length=batch_length,
         steps=steps, repeats=repeats, checkpointing=checkpointing, packed=packed, plain=plain, statistics=statistics,
         seconds=seconds,
-        flags=parse_settings(settings) | {"train.compile": compile, "train.cuda_graph": cuda_graph}
+        flags=given | {"train.compile": compile, "train.cuda_graph": cuda_graph}
         | ({} if device == "auto" else {"run.device": device}),
         out=Path(out) if out else None, picture=Path(picture) if picture else None,
     )  # fmt: skip

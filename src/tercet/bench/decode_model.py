@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
+from tercet.errors import UsageError
 from tercet.inference.decoder import CachedDecoder
 from tercet.model.block_sparse import BlockSparseAttention
 from tercet.model.cache import Cache
+from tercet.model.config import is_all_dense
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.transformer import Transformer
 
@@ -42,6 +44,8 @@ def model_rows(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = load(preset=preset, flags=settings).config.model
+    if "nsa" in kinds and is_all_dense(config.attention):
+        raise UsageError(f"model.attention={config.attention} in {preset}: give a preset with sparse layers")
     if selector is not None:
         config = config.model_copy(update={"selector": selector})
     print(
@@ -55,7 +59,8 @@ def model_rows(
     models = {}
     for kind in kinds:
         torch.manual_seed(0)
-        models[kind] = Transformer(config.model_copy(update={"attention": kind})).to(device, dtype).eval()
+        shown = config.model_copy(update={"attention": "dense"}) if kind == "dense" else config
+        models[kind] = Transformer(shown).to(device, dtype).eval()
     rows = []
     # Both kinds at one context before the next, so that an interrupted run has complete pairs.
     for i, context in enumerate(contexts):
@@ -73,7 +78,7 @@ def model_rows(
 def _at(
     model: Transformer, kind: str, context: int, batches: Sequence[int], steps: int, *, warm: bool
 ) -> Iterator[dict[str, Any]]:
-    room = context + (steps + 4) * len(batches)
+    room = context + 4 * (1 + _steps_per_run(steps)) * len(batches)
     row: dict[str, Any] = {"kind": kind, "context": context}
     try:
         decoder, token, seconds = _first_token(model, context, room, warm=warm)
@@ -82,9 +87,10 @@ def _at(
         return
     held = sum(cache.nbytes() for cache in decoder.cache) / room
     row |= {"first_token_s": seconds, "cache_bytes_per_token": held}
-    layer = model.attention_layers()[0]
-    if token.is_cuda and isinstance(layer, NativeSparseAttention | BlockSparseAttention):
-        error = step_error(layer, decoder.cache[0])
+    layers = zip(model.attention_layers(), decoder.cache, strict=True)
+    sparse = next((x for x in layers if isinstance(x[0], NativeSparseAttention | BlockSparseAttention)), None)
+    if token.is_cuda and sparse is not None:
+        error = step_error(*sparse)  # type: ignore[arg-type]
         row |= {"error": error, "correct": correct(error)}
     for batch in batches:
         row["batch"] = batch
@@ -158,7 +164,7 @@ def _line(row: dict[str, Any]) -> str:
 
 def _step_ms(decoder: CachedDecoder, tokens: torch.Tensor, active: torch.Tensor, steps: int) -> float:
     """Milliseconds per greedy decode step; median of four runs after a warm-up."""
-    per_run = max(1, steps // 4)
+    per_run = _steps_per_run(steps)
     times = []
     for run in range(5):
         _wait()
@@ -168,6 +174,10 @@ def _step_ms(decoder: CachedDecoder, tokens: torch.Tensor, active: torch.Tensor,
         _wait()
         times.append(1e3 * (time.perf_counter() - started) / per_run)
     return statistics.median(times[1:])
+
+
+def _steps_per_run(steps: int) -> int:
+    return max(1, steps // 4)
 
 
 def _wait() -> None:

@@ -19,7 +19,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,6 +29,7 @@ from tercet.config.schema import RunConfig
 from tercet.config.sections import ActivationCheckpointing
 from tercet.errors import TercetError, UsageError
 from tercet.inference.arguments import check_known
+from tercet.model.config import is_all_dense
 
 KINDS = ("nsa", "dense")
 PICTURES = (".svg", ".png")
@@ -269,6 +270,31 @@ def check_place(flag: str, file: Path | None, kinds: Sequence[str] = ()) -> None
     check_writable(flag, file)
 
 
+# Keys that a cell sets, and the flags that choose their values.
+_OWN_FLAGS = {
+    "data.seq_len": "--lengths", "train.micro_batch": "--tokens or --batches", "train.tokens_per_step": "--tokens",
+    "train.stages": "--lengths", "train.activation_checkpointing": "--checkpointing", "train.compile": "--compile",
+    "train.cuda_graph": "--cuda-graph", "run.device": "--device", "log.every": "--steps",
+}  # fmt: skip
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse settings that would not be measured, or that would make the figures wrong."""
+    for key, value in settings.items():
+        if key in _OWN_FLAGS:
+            raise UsageError(f"--settings {key}={value}: this benchmark sets {key} itself; use {_OWN_FLAGS[key]}")
+
+
+def check_kind(cell: Mapping[str, Any], config: RunConfig) -> None:
+    """Refuse a column named nsa whose model is dense, or the reverse."""
+    attention, preset = config.model.attention, cell["preset"]
+    if is_all_dense(attention) != (cell["kind"] == "dense"):
+        raise UsageError(
+            f"--kinds {cell['kind']} with model.attention={attention} in {preset}: give a preset with sparse layers, "
+            "without model.attention in --settings"
+        )
+
+
 def check_device(config: RunConfig) -> None:
     """Fail early if this machine cannot run any cell. Imports torch only for GPU settings, and creates no CUDA context:
     its memory would be missing in the cells."""
@@ -309,9 +335,13 @@ def main(
         if number < least:
             raise UsageError(f"{flag} {number} is too small: give at least {least}")
     cells = cells_of(preset, kinds, lengths, tokens, batches, batch_length, checkpointing, packed, plain)
-    for name in dict.fromkeys(cell["preset"] for cell in cells):
+    if seconds <= 0:
+        raise UsageError(f"--seconds {seconds:g} is too short: give more than 0")
+    for cell in {(cell["kind"], cell["preset"]): cell for cell in cells}.values():
         # Report an unknown preset before starting a process.
-        check_device(load(preset=name, flags=flags).config)
+        config = load(preset=cell["preset"], flags=flags).config
+        check_kind(cell, config)
+        check_device(config)
     check_place("--out", out)
     check_place("--picture", picture, PICTURES)
     for cell in cells:

@@ -48,7 +48,7 @@ def required_context(rows: list[list[int]], max_new_tokens: int, context: int | 
         fits = f"ask for at most {context - longest} new tokens, " if longest < context else "shorten it, "
         raise PromptError(
             f"{name} has {longest} tokens; with max_new_tokens={max_new_tokens} that makes {needed}, "
-            f"over the context of {context} in training: {fits}or allow it with context={needed} (--context {needed})"
+            f"over the context of {context}: {fits}or allow it with context={needed} (--context {needed})"
         )
     return needed
 

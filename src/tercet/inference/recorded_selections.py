@@ -98,12 +98,17 @@ def save(recording: Recording, path: Path) -> None:
 
 def load(path: Path) -> Recording:
     if not path.is_file():
-        raise UsageError(f"{path} does not exist: record selections with `tercet eval selections RUN {path}`")
+        problem = "is a folder" if path.is_dir() else "does not exist"
+        raise UsageError(f"{path} {problem}: record selections with `tercet eval selections RUN {path}`")
     try:
         with np.load(path, allow_pickle=False) as file:
             sizes = {name: int(file[name]) for name in _CONFIG}
             layers = tuple(int(layer) for layer in file["layers"])
-            return Recording(str(file["about"]), layers, int(file["tokens"]), sizes, file["bits"])
+            tokens, bits = int(file["tokens"]), file["bits"]
+            expected = len(layers), -(-tokens // sizes["select_block"]), -(-tokens // 8)
+            if bits.dtype != np.uint8 or bits.ndim != 4 or (bits.shape[0], *bits.shape[2:]) != expected:
+                raise ValueError("bits of another type or size")
+            return Recording(str(file["about"]), layers, tokens, sizes, bits)
     except (OSError, EOFError, KeyError, TypeError, ValueError, LZMAError, zipfile.BadZipFile, zlib.error):
         raise UsageError(
             f"{path} is not a recording of selections: write one with `tercet eval selections RUN {path}`"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from tercet.atomic_io import check_writable_folder
@@ -45,6 +46,9 @@ def report(
         raise UsageError(
             f"min_steps={min_steps} is below {Thresholds.min_steps}, the fewest a verdict can be based on: raise it"
         )
+    for name, number in (("min_dense_ratio", min_dense_ratio), ("target_tokens_per_s", target_tokens_per_s)):
+        if number is not None and not 0 < number < math.inf:
+            raise UsageError(f"{name}={number:g} must be a positive number")
     if not runs:
         raise UsageError("no run folder given: tercet report runs/NAME-DATE-TIME")
     _check_distinct(runs, baseline)

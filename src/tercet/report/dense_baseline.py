@@ -9,7 +9,7 @@ from tercet.report.read import Run, with_defaults
 # A baseline must have the same values for these keys …
 _SAME_MODEL = ("model.", "data.seq_len", "train.tokens_per_step", "train.micro_batch", "train.stages",
                "train.precision", "train.compile", "train.activation_checkpointing", "train.selector.only",
-               "parallel.")  # fmt: skip
+               "train.optimizer", "train.cuda_graph", "run.deterministic", "parallel.")  # fmt: skip
 # … except for these, which only concern sparse attention.
 _ATTENTION_ONLY = ("model.attention", *(f"model.{key}" for key in NSA_ONLY))
 # To compare losses, everything that influences learning must be the same too.

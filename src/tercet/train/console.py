@@ -58,13 +58,16 @@ def header_lines(
     sizes = f"{plural(model.layers, 'layer')} of {kinds}{model.nsa_options}, dim {model.dim}, {heads}"
     tokens = quantity(config.total_tokens)
     trains = f", of which the selectors' {quantity(selector_parameters(model))} train" if train.selector.only else ""
+    rate = f"lr {train.lr:g}"
+    if train.optimizer == "muon":
+        rate = f"lr {train.muon.lr or train.lr:g} with Muon and {train.lr:g} with AdamW"
     lines = [
         ("model", f"{quantity(parameters(model).total)} parameters{trains}: {sizes}"),
         ("data", f"{config.data.source}, tokenizer {config.data.tokenizer}, sequences of {_sequences(config)}"),
         ("device", f"{device_name(device)}, {', '.join(_execution(config, device))}"),
         ("strategy", f"{strategy.name}, {plural(strategy.world_size, 'rank')}"),
         *_step_lines(config),
-        ("run", f"{plural(train.steps, 'step')}, {tokens} tokens, lr {train.lr:g} ({train.schedule}), in {folder}"),
+        ("run", f"{plural(train.steps, 'step')}, {tokens} tokens, {rate} ({train.schedule}), in {folder}"),
         *_time_lines(config, state, device, strategy),
     ]
     if train.val_tokens:
