@@ -32,6 +32,7 @@ class Compiled:
     warps: int
     serialised: str = ""  # the assembler's words where it makes every product of a Gluon kernel wait
     meetings: int = 0  # places where all warps of a program wait for each other
+    fused: int = 0  # multiply-adds in fp32, which round once
 
 
 class AbsentGPU:
@@ -74,7 +75,8 @@ def compiling(capability: int, *, resources: bool = True, only: str = "") -> Ite
         told = _serialised(kernel.asm["ptx"]) if resources and self.is_gluon() else ""
         meetings = len(re.findall(r"\bbar(?:rier)?\.sync", kernel.asm["ptx"]))
         shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
-        found.append(Compiled(self.fn.__name__, *usage, shared, warps, told, meetings))
+        fused = kernel.asm["ptx"].count("fma.rn.f32")
+        found.append(Compiled(self.fn.__name__, *usage, shared, warps, told, meetings, fused))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,8 +12,11 @@ pytest.importorskip("triton")
 
 from kernels.conftest import INTERPRETING
 from kernels.offline import compiling
+from tercet.attention.config import NSAConfig
 from tercet.attention.kernels.rotate import rotate
-from tercet.model import rope
+from tercet.model import decode, nsa, rope
+from tercet.model.block_sparse import BlockSparseAttention
+from tercet.model.nsa import NativeSparseAttention
 
 interpreted = pytest.mark.interpreter
 
@@ -23,7 +29,7 @@ def test_it_rotates_the_first_channels_and_copies_the_others(size: int, rotated:
     x = torch.randn(2, 29, 3, size).to(dtype)
     cos_sin = rope.Rotary(rotated).cos_sin(torch.arange(29))
     wanted = rope.rotate_first(x.requires_grad_(), cos_sin)  # with a gradient: in PyTorch
-    torch.testing.assert_close(rotate(x, *cos_sin), wanted, rtol=1e-6 if dtype == torch.float32 else 2e-3, atol=1e-6)
+    assert torch.equal(rotate(x, *cos_sin), wanted)
 
 
 @interpreted
@@ -48,7 +54,47 @@ def test_it_runs_where_no_gradient_is_needed(monkeypatch: pytest.MonkeyPatch) ->
     assert not calls
     with torch.no_grad():
         rope.rotate(x, cos_sin)
+        assert len(calls) == 1
+        for layer in (NativeSparseAttention, BlockSparseAttention):  # the reference is PyTorch alone
+            layer(32, 4, 2, 16, backend="reference", selector="learned")(torch.randn(1, 40, 32))
     assert len(calls) == 1
+
+
+@interpreted
+def test_angles_for_other_tokens_are_an_error() -> None:
+    x, cos_sin = torch.randn(2, 10, 2, 16), rope.Rotary(16).cos_sin(torch.arange(5))
+    with pytest.raises(ValueError, match="needs 10 per sequence"):
+        rotate(x, *cos_sin)
+
+
+@interpreted
+def test_it_leaves_vmap_to_pytorch() -> None:
+    x, cos_sin = torch.randn(3, 1, 7, 2, 16), rope.Rotary(16).cos_sin(torch.arange(7))
+    with torch.no_grad():
+        rotated = torch.func.vmap(lambda one: rope.rotate(one, cos_sin))(x)
+        assert torch.equal(rotated[1], rope.rotate(x[1], cos_sin))
+
+
+@interpreted
+def test_the_outputs_of_a_prompts_projections_are_freed_before_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    products, alive = [], []
+
+    def project_together(*args: Any) -> torch.Tensor | None:
+        y = together(*args)
+        products.append(weakref.ref(y))
+        return y
+
+    def run_nsa(*args: Any, **options: Any) -> Any:
+        alive.extend(ref() is not None for ref in products)
+        return run(*args, **options)
+
+    together, run = decode.project_together, nsa.run_nsa
+    monkeypatch.setattr(decode, "project_together", project_together)
+    monkeypatch.setattr(nsa, "run_nsa", run_nsa)
+    layer = NativeSparseAttention(32, 4, 2, 16, config=NSAConfig(compress_block=16), selector="learned")
+    with torch.no_grad():
+        layer(torch.randn(1, 64, 32), cache=layer.make_cache(1))
+    assert alive == [False]
 
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
@@ -58,3 +104,4 @@ def test_it_compiles_without_spills(capability: int) -> None:
     with compiling(capability) as found:
         rotate(x, *angles)
     assert [(c.name, c.stack) for c in found] == [("rotate_kernel", 0)]
+    assert not found[0].fused  # rounds as PyTorch does

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 import layer_oracle
 import tercet
 from cases import config, configs, cu
+from tercet.model.block_sparse import BlockSparseAttention
 from tercet.model.config import RopeConfig
+from tercet.model.dense import DenseAttention
+from tercet.model.nsa import NativeSparseAttention
+from tercet.model.window import WindowAttention
 
 CFG = config()
 # As in preset m7c: blocks are selected by means of the selected keys, in compression blocks that do not overlap.
@@ -480,3 +487,31 @@ def test_a_row_that_does_not_fit_is_rejected_and_leaves_the_cache_unchanged():
     assert cache.known_lengths() == [0, 0]
     refused(lambda: cache.put_row(0, make(value_dim=5).make_cache(1)), "value_dim=5", "value_dim=3")
     refused(lambda: cache.put_row(0, layer.make_cache(3)), "batch 3")
+
+
+class Adapter(nn.Module):
+    """Adds to a linear layer, without a weight of its own."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.out_features = base, base.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.base(x)
+
+
+@pytest.mark.parametrize("build", [DenseAttention, WindowAttention, BlockSparseAttention, NativeSparseAttention])
+def test_a_prompt_runs_through_adapters(build):
+    layer = build(32, 4, 2, 16, selector="learned")
+    x = torch.randn(1, 40, 32)
+    layer.kv_proj = Adapter(layer.kv_proj)
+    if build in (BlockSparseAttention, NativeSparseAttention):
+        layer.selector.k_proj = Adapter(layer.selector.k_proj)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, cache=layer.make_cache(1)), layer(x))
+
+
+def test_a_copy_of_a_cache_has_no_copies_of_weights():
+    cache = DenseAttention(32, 4, 2, 16).make_cache(1)
+    cache._fused_weights[torch.float32, nn.Linear(8, 8)] = torch.zeros(8, 8), None
+    assert not copy.deepcopy(cache)._fused_weights

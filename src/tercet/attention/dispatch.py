@@ -82,15 +82,17 @@ def why_not_triton(tensors: dict[str, Any], config: NSAConfig) -> str | None:
     key = call_key(tensors.values(), tuple(tensors), config)
     if key is None:
         return kernels.unsupported(**tensors, config=config)
-    if key not in _reasons:
-        if len(_reasons) >= _MOST_REASONS:
-            _reasons.clear()
-        _reasons[key] = kernels.unsupported(**tensors, config=config)
-    return _reasons[key]
+    if (known := _reasons.get(key)) is not None:
+        return known[0]
+    if len(_reasons) >= _MOST_REASONS:
+        _reasons.clear()  # perhaps while another thread is here
+    reason = kernels.unsupported(**tensors, config=config)
+    _reasons[key] = (reason,)
+    return reason
 
 
 # Answers to earlier calls: asking again takes as long as several launches.
-_reasons: dict[Hashable, str | None] = {}
+_reasons: dict[Hashable, tuple[str | None]] = {}
 _MOST_REASONS = 256
 
 

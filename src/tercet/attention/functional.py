@@ -137,7 +137,7 @@ def run_nsa(
     """
     plain = packing is None and span is WHOLE
     given = (*inputs, block_indices, *(selector or ()))
-    key = call_key(given, config, branches, backend) if plain else None
+    key = call_key(given, config, branches, backend, select) if plain else None
     route = None if key is None else _checked.get(key)
     chooses = block_indices is None and (select or "selected" in branches)
     if route is None:

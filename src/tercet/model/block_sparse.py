@@ -61,7 +61,9 @@ class BlockSparseAttention(SelectingLayer, DenseAttention):
         self.config = NSAConfig() if config is None else config
         check_config(self.config)
         self.dense_below, self.backend = dense_below, backend
-        self.selector = build_selector(selector, dim, kv_heads, selector_dim, self.config, self.rotary, selector_rotary)
+        self.selector = build_selector(
+            selector, dim, kv_heads, selector_dim, self.config, self.rotary, selector_rotary, backend
+        )
         self.stats = AttentionStats(self.config)
         self._branch = "selected"
 

@@ -94,6 +94,10 @@ class Cache:
         if max_len is not None:
             self._reserve(max_len)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles do not copy the layers' weights."""
+        return self.__dict__ | {"_fused_weights": {}}
+
     # ------------------------------------------------------------ what the last call read
 
     @property

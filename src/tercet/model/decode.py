@@ -10,7 +10,7 @@ Axes: q [B, C, H, Dk]; keys [B, S, G, Dk]; probabilities [B, G, C, h, S].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -169,8 +169,9 @@ def run_token(layer: AttentionLayer, x: Tensor, cache: Any, lengths: Tensor | No
 def project_together(x: Tensor, cache: Cache, *layers: nn.Linear) -> Tensor | None:
     """Outputs of small linear layers that read the same tokens, side by side, followed by padding: one product, since
     each launch costs a small model more than its work does. None if they are large, not plain, or not on a GPU."""
-    weights = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
-    if not kernels_run_on(x) or weights > _FUSED_BYTES or not are_plain(*layers):
+    if not kernels_run_on(x) or not are_plain(*layers):  # an adapter may have no weight
+        return None
+    if sum(layer.weight.numel() * layer.weight.element_size() for layer in layers) > _FUSED_BYTES:
         return None
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else layers[0].weight.dtype
@@ -180,8 +181,11 @@ def project_together(x: Tensor, cache: Cache, *layers: nn.Linear) -> Tensor | No
 def project(x: Tensor, cache: Cache, *layers: nn.Linear) -> tuple[Tensor, ...]:
     """Outputs of linear layers that read the same tokens."""
     y = project_together(x, cache, *layers)
-    if y is None:
-        return tuple(layer(x) for layer in layers)
+    return tuple(layer(x) for layer in layers) if y is None else split_outputs(y, layers)
+
+
+def split_outputs(y: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    """The outputs of layers from those of `project_together`."""
     sizes = [layer.out_features for layer in layers]
     return y.split([*sizes, y.shape[-1] - sum(sizes)], -1)[:-1]
 

@@ -74,7 +74,7 @@ class DenseAttention(AttentionLayer):
         v = v.view(batch, length, self.kv_heads, self.value_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, cos_sin), rotate(k, cos_sin), v
+        return rotate(q, cos_sin, self.backend), rotate(k, cos_sin, self.backend), v
 
     def project_new(
         self, x: Tensor, new: NewTokens, cache: Cache, rope: RopeCache | None, *more: nn.Linear

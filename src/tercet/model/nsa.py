@@ -141,7 +141,9 @@ class NativeSparseAttention(SelectingLayer):
         compression = compression if self.compresses else "mean"  # which has no parameters
         self.compress_k = Compression(compression, head_dim, self.config)
         self.compress_v = Compression(compression, self.value_dim, self.config)
-        self.selector = build_selector(selector, dim, kv_heads, selector_dim, self.config, self.rotary, selector_rotary)
+        self.selector = build_selector(
+            selector, dim, kv_heads, selector_dim, self.config, self.rotary, selector_rotary, backend
+        )
         self.random_blocks = RandomBlocks(kv_heads, self.config) if selector == "random" else None
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
         self.k_norms = (
@@ -246,7 +248,7 @@ class NativeSparseAttention(SelectingLayer):
         if self.compresses:
             assert rope.compressed is not None
             kc, vc = compress_keys_and_values(chunks, self.compress_k, self.compress_v, packing)
-            kc = rotate(kc, rope.compressed)
+            kc = rotate(kc, rope.compressed, self.backend)
         return NSAInputs(q, kc, vc, ks, vs, kw, vw, self.gate.activate(logits, gate_bias))
 
     def _split_key_sets(self) -> int:
@@ -281,9 +283,9 @@ class NativeSparseAttention(SelectingLayer):
         if self.k_norms is not None:
             key_sets = [norm(k) for norm, k in zip(self.k_norms, key_sets, strict=True)]
         keys, values = self._by_branch(key_sets), self._by_branch(value_sets)
-        rotated = {"selected": rotate(keys["selected"], cos_sin)}
-        rotated["window"] = rotated["selected"] if self.shared_kv else rotate(keys["window"], cos_sin)
-        return rotate(q, cos_sin), keys["compressed"], rotated, values
+        rotated = {"selected": rotate(keys["selected"], cos_sin, self.backend)}
+        rotated["window"] = rotated["selected"] if self.shared_kv else rotate(keys["window"], cos_sin, self.backend)
+        return rotate(q, cos_sin, self.backend), keys["compressed"], rotated, values
 
     def _project_flat(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
         """q, and the sets of keys and of values, all flat: [B, T, heads · size]."""
@@ -341,7 +343,7 @@ class NativeSparseAttention(SelectingLayer):
     ) -> tuple[Tensor, Tensor]:
         """Compress unrotated keys, and rotate the result once, at the position of each block's last token."""
         cos_sin = self.rotary.of_compressed(k, packing, self.config) if cos_sin is None else cos_sin
-        return rotate(self.compress_k(k, packing), cos_sin), self.compress_v(v, packing)
+        return rotate(self.compress_k(k, packing), cos_sin, self.backend), self.compress_v(v, packing)
 
     # ------------------------------------------------------------ new tokens after a cache
 
@@ -352,27 +354,20 @@ class NativeSparseAttention(SelectingLayer):
             return decode.run_token(self, x, cache, lengths)
         new = cache.begin(self.cache_key(), x, lengths)
         x = new.zero_padding(x)
-        layers = self._projections(cache)
-        fused = decode.project_together(x, cache, *layers) if new.fresh and self.can_fuse(x) else None
+        given = None if self.random_blocks is None else self.random_blocks(new.positions, new.longest)
+        if new.fresh:
+            return self._prefill(x, new, cache, rope, given)
         # a learned selector's queries of the new tokens, and all keys that they can see
         scored = None
         if self.selector is not None and cache.keeps_selector:
-            if fused is None:
-                scorer = [layer(x) for layer in layers[3:]]
-            else:
-                first, size = sum(layer.out_features for layer in layers[:3]), self.selector.q_proj.out_features
-                scorer = list(fused[..., first : first + 2 * size].split(size, -1))
-            scored = self.selector.append(scorer, new, cache, None if rope is None else rope.selector)
-        given = None if self.random_blocks is None else self.random_blocks(new.positions, new.longest)
-        if new.fresh:
-            return self._prefill(x, fused, new, cache, rope, scored, given)
+            scored = self.selector.append([layer(x) for layer in self.selector_layers()], new, cache)
         q, raw_k, keys, values = self.project(x, new.positions)
         gates = self.gate(x)
         blocks = cache.append(new, raw_k, keys, values)
         if blocks is not None:
             index, block_k, block_v = blocks
             cos_sin = self.rotary.cos_sin(compressed_positions(index, self.config))
-            k, v = rotate(self.compress_k.phi(block_k), cos_sin), self.compress_v.phi(block_v)
+            k, v = rotate(self.compress_k.phi(block_k), cos_sin, self.backend), self.compress_v.phi(block_v)
             cache.append_compressed(new, k_compressed=k, v_compressed=v)
         if reason is None:
             out, self._route = decode.nsa_chunk(q, gates, keys, values, cache, new, self.config, self.branches, scored)
@@ -387,12 +382,31 @@ class NativeSparseAttention(SelectingLayer):
         return self.q_proj, self.kv_proj, self.gate.proj, *own
 
     def _prefill(
-        self, x: Tensor, fused: Tensor | None, new: NewTokens, cache: NSACache, rope: RopeCache | None,
-        scored: Scorer | None, given: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        self, x: Tensor, new: NewTokens, cache: NSACache, rope: RopeCache | None, given: Tensor | None
+    ) -> Tensor:
         """The first tokens of an empty cache: the whole-sequence operator is faster, and causal masks hide the right
-        padding from every real token. fused: the outputs of `_projections`, if they were computed together."""
+        padding from every real token."""
+        inputs, scored = self._project_prompt(x, new, cache, rope)
+        cache.reads = None
+        out, _, self._route = run_nsa(
+            inputs, config=self.config, backend=self.backend, branches=self.branches, selector=scored,
+            block_indices=given,
+        )  # fmt: skip
+        return self.o_proj(out.flatten(2))
+
+    def _project_prompt(
+        self, x: Tensor, new: NewTokens, cache: NSACache, rope: RopeCache | None
+    ) -> tuple[NSAInputs, Scorer | None]:
+        """The operator's inputs, and the queries and keys of a learned selector; the cache keeps its part of them. The
+        outputs of the projections are freed on return: attention does not need them."""
         rope = rope_cache(self.rotary, x, None, self.config) if rope is None else rope
+        layers = self._projections(cache)
+        fused = decode.project_together(x, cache, *layers) if self.can_fuse(x) else None
+        parts = None if fused is None else decode.split_outputs(fused, layers)
+        scored = None
+        if self.selector is not None and cache.keeps_selector:
+            scorer = [layer(x) for layer in layers[3:]] if parts is None else parts[3:]
+            scored = self.selector.append(scorer, new, cache, rope.selector)
         inputs = self.inputs(x, None, rope) if fused is None else self._split(fused, None, rope, None)
         # the cache keeps the last raw tokens of each row
         raw_k = None
@@ -400,19 +414,13 @@ class NativeSparseAttention(SelectingLayer):
         values = {"selected": inputs.v_selected, "window": inputs.v_window}
         if self.compresses:
             last = slice(None) if new.padded else slice(-self.config.compress_block, None)
-            first = self.q_proj.out_features
-            kv = self.kv_proj(x[:, last]) if fused is None else fused[:, last, first : first + sum(self.kv_rows)]
+            kv = self.kv_proj(x[:, last]) if parts is None else parts[1][:, last]
             raw_k, values["compressed"] = self._raw_compressed(kv)
         cache.append(new, raw_k, keys, values)
         if inputs.k_compressed is not None and inputs.v_compressed is not None:
             kc, vc = (each[:, : new.emitted] for each in (inputs.k_compressed, inputs.v_compressed))
             cache.append_compressed(new, k_compressed=kc, v_compressed=vc)
-        cache.reads = None
-        out, _, self._route = run_nsa(
-            inputs, config=self.config, backend=self.backend, branches=self.branches, selector=scored,
-            block_indices=given,
-        )  # fmt: skip
-        return self.o_proj(out.flatten(2))
+        return inputs, scored
 
     def _raw_compressed(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the compressed branch before φ, [B, T, G, D] each, from the output of kv_proj."""

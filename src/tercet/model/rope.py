@@ -130,17 +130,17 @@ def compressed_positions(index: Tensor, config: NSAConfig) -> Tensor:
     return index * config.compress_stride + config.compress_block - 1
 
 
-def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
-    if _in_one_launch(x):
+def rotate(x: Tensor, cos_sin: CosSin, backend: str = "auto") -> Tensor:
+    if backend != "reference" and _in_one_launch(x):
         return _rotate_on_gpu(x, cos_sin)
     cos, sin = (part.to(torch.promote_types(x.dtype, torch.float32)) for part in cos_sin)
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def rotate_first(x: Tensor, cos_sin: CosSin) -> Tensor:
+def rotate_first(x: Tensor, cos_sin: CosSin, backend: str = "auto") -> Tensor:
     """`rotate` for fewer angles than x has pairs: its first channels are rotated, the others stay as they are."""
-    if _in_one_launch(x):
+    if backend != "reference" and _in_one_launch(x):
         return _rotate_on_gpu(x, cos_sin)
     cos, sin = (part.to(torch.promote_types(x.dtype, torch.float32)) for part in cos_sin)
     pairs = cos.shape[-1]
@@ -154,6 +154,8 @@ def rotate_first(x: Tensor, cos_sin: CosSin) -> Tensor:
 def _in_one_launch(x: Tensor) -> bool:
     """Whether a kernel without a gradient can rotate x."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func.vmap: x has no storage
         return False
     return x.dim() == 4 and x.numel() > 0 and kernels_run_on(x)
 

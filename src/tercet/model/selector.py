@@ -60,11 +60,14 @@ class BlockSelector(nn.Module):
     rotary    RoPE of the first `rotary.size` channels, so that nearness can count; the others compare content alone
     teacher   "all": every block of the past; "selected": only the blocks that were read
     weight    factor of the loss; it only scales the gradient of these parameters
+    backend   "reference" rotates in PyTorch
     """
 
-    def __init__(self, dim: int, kv_heads: int, size: int, config: NSAConfig, rotary: Rotary | None = None) -> None:
+    def __init__(
+        self, dim: int, kv_heads: int, size: int, config: NSAConfig, rotary: Rotary | None = None, backend: str = "auto"
+    ) -> None:
         super().__init__()
-        self.kv_heads, self.size, self.config, self.rotary = kv_heads, size, config, rotary
+        self.kv_heads, self.size, self.config, self.rotary, self.backend = kv_heads, size, config, rotary, backend
         self.q_proj = nn.Linear(dim, kv_heads * size, bias=False)
         self.k_proj = nn.Linear(dim, kv_heads * size, bias=False)
         self.teacher, self.weight = "all", 1.0
@@ -107,7 +110,7 @@ class BlockSelector(nn.Module):
     def _rotate(self, y: Tensor, cos_sin: CosSin | None) -> Tensor:
         """[..., G · size] -> [..., G, size]"""
         y = y.unflatten(-1, (self.kv_heads, self.size))
-        return y if self.rotary is None or cos_sin is None else rotate_first(y, cos_sin)
+        return y if self.rotary is None or cos_sin is None else rotate_first(y, cos_sin, self.backend)
 
     def loss_of_rows(
         self,
@@ -221,7 +224,7 @@ def rotated_channels(size: int, rotary: int | None) -> int:
 
 
 def build_selector(
-    kind: str, dim: int, kv_heads: int, size: int, config: NSAConfig, rope: Rotary, rotated: int | None
+    kind: str, dim: int, kv_heads: int, size: int, config: NSAConfig, rope: Rotary, rotated: int | None, backend: str
 ) -> BlockSelector | None:
     """The learned selector of a layer; None if it has none. rope: the layer's; rotated: channels, None for half."""
     if kind not in SELECTORS:
@@ -230,7 +233,7 @@ def build_selector(
         return None
     rotated = rotated_channels(size, rotated)
     rotary = rope.of_size(rotated) if rotated else None
-    return BlockSelector(dim, kv_heads, size, config, rotary)
+    return BlockSelector(dim, kv_heads, size, config, rotary, backend)
 
 
 def attach_loss(out: Tensor, loss: Tensor) -> Tensor:

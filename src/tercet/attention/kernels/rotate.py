@@ -42,6 +42,9 @@ def rotate_kernel(
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x with its first channels rotated, contiguous."""
+    angles = cos.numel() // cos.shape[-1]
+    if angles not in (x.shape[1], x.shape[0] * x.shape[1]):
+        raise ValueError(f"cos has shape {list(cos.shape)}: x of {list(x.shape)} needs {x.shape[1]} per sequence")
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     heads, size, pairs = *x.shape[2:], cos.shape[-1]
     # one stride must lead from token to token, across sequences
@@ -50,8 +53,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rows = x.shape[0] * x.shape[1] * heads
     call(
         rotate_kernel, (-(-rows // _ROWS),), (x, cos.contiguous(), sin.contiguous(), out),
-        (rows, cos.numel() // pairs),
+        (rows, angles),
         (x.stride(1), x.stride(2), heads, size, pairs, power_of_2(pairs), power_of_2(max(1, size - 2 * pairs)), _ROWS),
         num_warps=4,
+        enable_fp_fusion=False,  # rounds as PyTorch does, which rotates where gradients are needed
     )  # fmt: skip
     return out
