@@ -274,7 +274,10 @@ def _named_gpu(name: str) -> Device:
     asked = re.search(r"(\d+) *gi?b\b", name.lower())
     memory = int(asked[1]) if asked else None
     if asked and asked[0] == name.lower().strip() and memory:
-        return Device(f"a GPU with {memory} GB", None, memory * GIB, GPU_UTILISATION)
+        # of advertised GB, CUDA reports fewer GiB: 7% fewer, or what the smallest known card of this size has
+        least = min((gpu.memory[memory] for gpu in GPUS if memory in gpu.memory), default=0.93 * memory)
+        unit, usable = ("GiB", memory) if "gib" in asked[0] else ("GB", least)
+        return Device(f"a GPU with {memory} {unit}", None, round(usable * GIB), GPU_UTILISATION)
     known = find_gpu(name)
     if known is None:
         models = ", ".join(gpu.name for gpu in GPUS)

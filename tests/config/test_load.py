@@ -188,8 +188,9 @@ def test_an_indivisible_tokens_per_step_suggests_valid_values():
     at = {"data.seq_len": 1024, "train.micro_batch": 4}
     with pytest.raises(ConfigError, match=r"= 4 × 1024 × 1 = 4096: set it to 8192 or 12288"):
         load(flags={**at, "train.tokens_per_step": 10000})
-    with pytest.raises(ConfigError, match=r"= 4096: set it to 4096$"):
+    with pytest.raises(ConfigError, match=r"= 4096: set it to 4096, or to 1024 with train.micro_batch 1$"):
         load(flags={**at, "train.tokens_per_step": 1000})
+    load(flags={**at, "train.tokens_per_step": 1024, "train.micro_batch": 1})
 
 
 def test_a_configuration_is_frozen():

@@ -165,7 +165,9 @@ def test_the_larger_presets_ask_for_a_tokenizer(tmp_path, monkeypatch):
         ("A100 80GB", "A100 80 GB", 79.1),
         ("A100-SXM4-40GB", "A100 40 GB", 39.4),
         ("6000 ada", "RTX 6000 Ada", 47.4),
-        ("24 GB", "a GPU with 24 GB", 24.0),
+        ("24 GB", "a GPU with 24 GB", 22.0),  # as the A10 and L4, which have the least
+        ("30GB", "a GPU with 30 GB", 27.9),
+        ("24GiB", "a GPU with 24 GiB", 24.0),
     ],
 )
 def test_gpus_are_found_in_any_spelling(name, shown, gib):

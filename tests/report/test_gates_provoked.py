@@ -201,6 +201,14 @@ def test_a_process_that_died_and_was_resumed_is_a_warning(healthy, tmp_path):
     assert "Warnings: stability." in judged.sentence
     (saved,) = (g for g in judged.as_dict(found)["gates"] if g["warnings"])
     assert saved["name"] == "stability"
+    assert "the run was resumed" in told
+
+    def and_without_a_checkpoint(lines):
+        without_first_end(lines)
+        [line for line in lines if line["kind"] == "run_started"][1]["resumed_from"] = None
+
+    ((told, *_),) = verdict(copy(healthy, tmp_path / "again", and_without_a_checkpoint)).warnings()
+    assert "started again without a checkpoint" in told
     unverified = dataclasses.replace(found, config=found.config | {"checkpoint.verify": False})
     assert gate(verdict(unverified), "stability").verdict == "NO-GO"
 

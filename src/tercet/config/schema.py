@@ -206,7 +206,9 @@ class RunConfig(Section):
         """Rank counts and micro-batch sizes that divide the sequences of a step, as the end of an error message."""
         sequences, rest = divmod(self.train.tokens_per_step, self.data.seq_len)
         if rest:
-            return ""
+            fewest = self.data.seq_len * self.parallel.data_ranks
+            short = self.train.tokens_per_step < self.tokens_per_pass and self.train.micro_batch > 1
+            return f", or to {fewest} with train.micro_batch 1" if short else ""
         fixes = ""
         ranks, micro_batches = self.parallel.data_ranks, sequences // self.train.micro_batch
         if max(sequences, micro_batches) > 2**20:  # looking for divisors would take too long

@@ -71,18 +71,20 @@ def _loss_sentence(run: Run) -> str:
 def _check_earlier_processes(run: Run, outcomes: list[str], gate: GateBuilder) -> None:
     """A process may have died if the next one trained on from a verified checkpoint. Any other bad end fails."""
     verified = run.config.get("checkpoint.verify") is not False
-    recovered = 0  # processes that died, after which the run was resumed
+    recovered = restarted = 0  # processes that died, after which the run was resumed, or started again
     for outcome, following in zip(outcomes, run.started[1:], strict=False):
         nothing_left = following.resumed_from is not None and following.step == following.steps
         if outcome == DIED and verified and (nothing_left or _continued(run, following)):
-            recovered += 1
+            recovered += following.resumed_from is not None
+            restarted += following.resumed_from is None
         elif outcome in ("failed", "halted", DIED):
             gate.fail(f"an earlier process {outcome}", "find the cause before relying on restarts")
-    if recovered:
-        gate.warn(
-            f"the process died {times(recovered)} without an end event, and the run was resumed",
-            "look for the cause in the system log: killed, out of memory or a machine failure",
-        )
+    for count, then in ((recovered, "was resumed"), (restarted, "started again without a checkpoint")):
+        if count:
+            gate.warn(
+                f"the process died {times(count)} without an end event, and the run {then}",
+                "look for the cause in the system log: killed, out of memory or a machine failure",
+            )
 
 
 def _check_last_process(run: Run, outcome: str, gate: GateBuilder) -> None:
