@@ -3,6 +3,7 @@
 from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ pytest.importorskip("triton")
 
 from kernels.selections import case, dense_masked, poison_empty, relative_error, starts
 from tercet.attention.config import NSAConfig
+from tercet.attention.kernels import ops
+from tercet.model.nsa import NativeSparseAttention
 
 pytestmark = pytest.mark.interpreter
 
@@ -270,3 +273,19 @@ def test_earlier_queries_ignore_later_values_that_are_not_finite():
     assert torch.equal(found[:25], o[:25])
     assert torch.equal(found_dq[:25], dq[:25])
     assert found[25:].isnan().all()
+
+
+def test_lists_for_a_backward_pass_are_built_only_with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def selected_forward(*args: Any, backward: bool, **options: Any) -> Any:
+        asked.append(backward)
+        return forward(*args, backward=backward, **options)
+
+    forward = ops.selected_forward
+    monkeypatch.setattr(ops, "selected_forward", selected_forward)
+    layer, x = NativeSparseAttention(16, 2, 1, 16), torch.randn(1, 40, 16)
+    layer(x).sum().backward()
+    with torch.no_grad():
+        layer(x)
+    assert asked == [True, False]
