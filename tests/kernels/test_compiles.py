@@ -177,14 +177,15 @@ def test_hoppers_selected_keys_stay_in_registers_and_two_programs_fit(size: int,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [64, 128])
-def test_three_programs_of_hoppers_scattered_forward_fit(size: int) -> None:
+@pytest.mark.parametrize(("size", "programs"), [(64, 4), (128, 3)])
+def test_several_programs_of_hoppers_scattered_forward_fit(size: int, programs: int) -> None:
     q, k = (torch.empty(1, 16384, heads, size, dtype=torch.bfloat16) for heads in (64, 4))
     blocks = torch.empty(1, 16384, 4, 16, dtype=torch.int32)
     with compiling(90, only="hopper_selected_forward") as found:
         selected.selected_forward(q, k, k, blocks, NSAConfig(), Documents(1, 16384, 0, None, None))
     assert [(c.stack, c.serialised, c.warps) for c in found] == [(0, "", 8)]
-    assert all(c.registers <= 80 and 3 * (c.shared + 1024) <= 228 * 1024 for c in found)
+    assert all(programs * 256 * c.registers <= 65536 for c in found)
+    assert all(programs * (c.shared + 1024) <= 228 * 1024 for c in found)
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,7 @@ class Launch:
     parts: int = 16  # most query ranges that share one dK/dV tile of the compressed branch
     registers: int = 0  # cap per thread, to fit more programs on a multiprocessor; 0: let the compiler choose
     held: int = 2  # most row tiles that hold the heads of a group, for the scores
-    # of the warps that gather rows (hopper.selected_*)
-    lanes: int = 4  # threads that copy a row: fewer threads compute fewer addresses and copy more from each
-    gathering: int = 40  # registers of a thread; the threads that multiply get the rest
+    gathering: int = 40  # registers per thread of the warps that gather rows (hopper.selected_*)
 
     @property
     def options(self) -> dict[str, int]:
@@ -76,6 +74,7 @@ TRITON = {
 ALL = tuple(TRITON)
 FORWARD = ("compressed_forward", "window_forward")
 DKV = ("compressed_key_gradients", "window_key_gradients")
+SELECTED_DKV = ("selected_key_gradients",)
 
 TABLE: tuple[Row, ...] = (
     # float32 is for checks, not for speed: its tiles are four times the bytes of a bf16 pair
@@ -89,12 +88,12 @@ TABLE: tuple[Row, ...] = (
     Row(("window_key_gradients",), "hopper.dkv", (9,), (64,), Launch(stages=3), gluon=True),
     Row(DKV, "hopper.dkv", (9,), (128,), Launch(), gluon=True),
     # registers: the mean over the warps that gather and those that multiply
-    Row(("selected_partials",), "hopper.selected_forward", (9,), (64,), Launch(stages=4, registers=80), gluon=True),
-    Row(("selected_partials",), "hopper.selected_forward", (9,), (128,), Launch(registers=80, lanes=8), gluon=True),
-    Row(("selected_key_gradients",), "hopper.selected_dkv", (9,), (64,), Launch(stages=4, registers=128), gluon=True),
+    Row(("selected_partials",), "hopper.selected_forward", (9,), (64,), Launch(stages=4, registers=64), gluon=True),
+    Row(("selected_partials",), "hopper.selected_forward", (9,), (128,), Launch(registers=80), gluon=True),
+    Row(SELECTED_DKV, "hopper.selected_dkv", (9,), (64,), Launch(stages=4, registers=128, gathering=48), gluon=True),
     # dK and dV take half of a thread's registers: with 64 rows per step, their scores would spill
     Row(
-        ("selected_key_gradients",),
+        SELECTED_DKV,
         "hopper.selected_dkv",
         (9,),
         (128,),
@@ -197,7 +196,7 @@ class SelectedSettings:
     # KV-major runs where a tile list has more blocks on average than this multiple of select_count
     forward_limit: float = 3.0
     backward_limit: float = 2.9
-    range_bytes: int = 1 << 30  # most scratch of the KV-major design, per range
+    range_bytes: int = 3 << 29  # most scratch of the KV-major design, per range
 
 
 # (condition, settings); the first that holds wins. float32 is for checks, not for speed.

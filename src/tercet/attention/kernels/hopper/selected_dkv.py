@@ -1,12 +1,17 @@
 """dK/dV of the selected branch, and the partial dQ of scattered selections. Glossary: selected/__init__.py.
 
 Without dQ, results are bitwise identical to kv_major.kv_major_dkv_transposed. With dQ it replaces
-kv_major.kv_major_dkv. M rows per step: 64 at head 64, 32 at head 128, where dK and dV take twice the registers.
+kv_major.kv_major_dkv.
 
 A program holds a block's K and V and loops over the (entry, head) rows of its piece. Rows past the end repeat the last
 entry and get weight 0. Rows are scattered in memory, so that TMA cannot fetch them: four warps only gather, step by
-step as slots become free, and four others multiply and exponentiate. dPᵀ runs during the exponentials; dV and dK
-overlap with the next step's Sᵀ.
+step as slots become free, and four others multiply and exponentiate. dP runs during the exponentials; dV and dK
+overlap with the next step's S.
+
+At head 64 the multiplying warps compute S, with 64 rows per step (`_multiply_rows`). A thread then needs the
+log-sum-exps, gates and deltas of two rows; with Sᵀ it would need those of all rows, which took a fifth of what shared
+memory delivered. At head 128, where dK and dV take twice the registers, they compute Sᵀ with 32 rows per step
+(`_multiply_keys`), because a product has at least 64 rows.
 
 Each slot has two barriers: every gathering thread arrives at `full` when its copies have landed; one thread arrives at
 `empty` when all multiplying warps are done with the slot.
@@ -25,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tercet.attention.kernels.hopper.common import barrier
+from tercet.attention.kernels.hopper.common import barrier, entries_of
 
 
 @gluon.constexpr_function
@@ -35,19 +40,13 @@ def _bases(M):
 
 
 @gluon.jit
-def tokens_of(ORDER, x, start, last, h: gl.constexpr, SLOTS: gl.constexpr):
-    """The queries of a piece's rows."""
-    return (gl.load(ORDER + gl.minimum(start + x // h, last)).to(gl.uint32) // SLOTS).to(gl.int32)
-
-
-@gluon.jit
 def _gather(
     ORDER, q_base, do_base, record_base, q_s, do_s, first_s, second_s, full, empty, start, last, steps,
     QT: gl.constexpr, QH: gl.constexpr, OT: gl.constexpr, OH: gl.constexpr, G: gl.constexpr, h: gl.constexpr,
-    M: gl.constexpr, n: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr,
+    M: gl.constexpr, n: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The gathering warps: q, dout, and the records in two halves."""
-    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     by_record: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0])
     SLOTS: gl.constexpr = G * n
     H: gl.constexpr = G * h
@@ -56,38 +55,108 @@ def _gather(
     x = gl.arange(0, M, layout=gl.SliceLayout(1, by_row))
     y = gl.arange(0, M, layout=gl.SliceLayout(1, by_record))
     # load the entries of a step while the copies of the previous step run
-    t = tokens_of(ORDER, x, start, last, h, SLOTS)
-    own = tokens_of(ORDER, y, start, last, h, SLOTS)
+    e = entries_of(ORDER, x, start, last, h)
+    f = entries_of(ORDER, y, start, last, h)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     for _ in range(steps):
-        mbarrier.wait(empty.index(slot), phase)
+        t = (e.to(gl.uint32) // SLOTS).to(gl.int32)
+        own = (f.to(gl.uint32) // SLOTS).to(gl.int32)
         hh = x % h
+        record = record_base + ((own * H + y % h) * 4)[:, None] + c[None, :]
+        mbarrier.wait(empty.index(slot), phase)
         at = (t * QT + hh * QH)[:, None] + d[None, :]
         async_copy.async_copy_global_to_shared(q_s.index(slot), q_base + at)
         if QT != OT or QH != OH:
             at = (t * OT + hh * OH)[:, None] + d[None, :]
         async_copy.async_copy_global_to_shared(do_s.index(slot), do_base + at)
-        record = record_base + ((own * H + y % h) * 4)[:, None] + c[None, :]
         async_copy.async_copy_global_to_shared(first_s.index(slot), record)
         async_copy.async_copy_global_to_shared(second_s.index(slot), record + 2)
         async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
         x += M
         y += M
-        t = tokens_of(ORDER, x, start, last, h, SLOTS)
-        own = tokens_of(ORDER, y, start, last, h, SLOTS)
+        e = entries_of(ORDER, x, start, last, h)
+        f = entries_of(ORDER, y, start, last, h)
         phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
 
 
 @gluon.jit
-def _multiply(
+def _multiply_rows(
+    k_s, v_s, q_s, do_s, first_s, second_s, ds_s, p_s, full, empty, ORDER, PARTIAL_DQ, start, last, steps, partly,
+    wholly, count, ahead, begin, scale,
+    SLOTS: gl.constexpr, h: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
+):  # fmt: skip
+    """S, with rows of queries. All tiles are [64, 64]."""
+    tile: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=tile, k_width=2)
+    own: gl.constexpr = gl.SliceLayout(1, tile)
+    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    # two numbers for each of the two rows of a thread
+    pairs: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [8, 0]], lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[64, 2],
+    )  # fmt: skip
+    dtype: gl.constexpr = k_s.dtype
+    zeros = gl.zeros([64, 64], gl.float32, layout=tile)
+    row = gl.arange(0, 64, layout=own)
+    stored = gl.arange(0, 64, layout=gl.SliceLayout(1, by_row))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, by_row))
+    key = gl.arange(0, 64, layout=gl.SliceLayout(0, tile))
+    dk = warpgroup_mma_init(zeros)
+    dv = warpgroup_mma_init(zeros)
+    slot = gl.to_tensor(0)
+    before = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for j in range(steps):
+        mbarrier.wait(full.index(slot), phase)
+        s = warpgroup_mma(q_s.index(slot), k_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dp = warpgroup_mma(do_s.index(slot), v_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        lse, gate = gl.split(first_s.index(slot).load(pairs))
+        delta, query = gl.split(second_s.index(slot).load(pairs))
+        score, dv_, dk_ = warpgroup_mma_wait(1, deps=(s, dv, dk))
+        # the previous step is done with its slot, and with p and ds
+        barrier()
+        mbarrier.arrive(empty.index(before), count=1, pred=j > 0)
+        p = gl.exp2(score * scale - gl.convert_layout(lse, own, assert_trivial=True)[:, None])
+        p = p * gl.convert_layout(gate, own, assert_trivial=True)[:, None]
+        if ((j >= partly) & (j < wholly)) | (j == steps - 1):
+            number = gl.convert_layout(query.to(gl.int32, bitcast=True), own, assert_trivial=True)
+            past = gl.where(j * 64 + row < count, number + ahead, -1)
+            p = gl.where(past[:, None] >= key[None, :], p, 0.0)
+        p_s.store(p.to(dtype))
+        dp_, p = warpgroup_mma_wait(0, deps=(dp, p))
+        ds = (p * (dp_ - gl.convert_layout(delta, own, assert_trivial=True)[:, None])).to(dtype)
+        ds_s.store(ds)
+        fence_async_shared()
+        barrier()
+        if WITH_DQ:
+            # not loaded earlier: the fence would wait for it
+            x = j * 64 + stored
+            e = entries_of(ORDER, x, start, last, h)
+            dq = warpgroup_mma(gl.convert_layout(ds, operand), k_s, zeros, use_acc=False, is_async=True)
+        dv = warpgroup_mma(p_s.permute((1, 0)), do_s.index(slot), dv_, is_async=True)
+        dk = warpgroup_mma(ds_s.permute((1, 0)), q_s.index(slot), dk_, is_async=True)
+        if WITH_DQ:
+            dq_ = warpgroup_mma_wait(2, deps=(dq,))
+            to = (((e - begin * SLOTS) * h + x % h) * D)[:, None] + column[None, :]
+            partial = gl.convert_layout(dq_.to(dtype), by_row)
+            gl.store(PARTIAL_DQ + to, partial, mask=(x < count)[:, None], eviction_policy="evict_first")
+        before = slot
+        phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
+        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+    dv_, dk_ = warpgroup_mma_wait(0, deps=(dv, dk))
+    return dk_, dv_
+
+
+@gluon.jit
+def _multiply_keys(
     k_s, v_s, q_s, do_s, first_s, second_s, ds_s, dq_s, full, empty, ORDER, PARTIAL_DQ, start, last, steps, partly,
     wholly, count, ahead, begin, scale,
     SLOTS: gl.constexpr, h: gl.constexpr, M: gl.constexpr, BS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     WITH_DQ: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warps: dk and dv of the piece and, WITH_DQ, the dq of its rows from this block."""
+    """Sᵀ, with rows of keys and M columns, fewer than 64."""
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums, k_width=2)
@@ -135,30 +204,20 @@ def _multiply(
             ds_s.store(gradient)
             fence_async_shared()
             barrier()
-        if WITH_DQ and M == 64:
-            dq = warpgroup_mma(ds_s.permute((1, 0)), k_s, none, use_acc=False, is_async=True)
-            dv = warpgroup_mma(weights, do_s.index(slot), dv_, is_async=True)
-            dk = warpgroup_mma(ds_s, q_s.index(slot), dk_, is_async=True)
-        else:
-            if WITH_DQ:  # a product has at least 64 rows: dQᵀ
-                dq = warpgroup_mma(k_s.permute((1, 0)), ds_s, nothing, use_acc=False, is_async=True)
-            ds = gl.convert_layout(gradient, operand)
-            dv = warpgroup_mma(weights, do_s.index(slot), dv_, is_async=True)
-            dk = warpgroup_mma(ds, q_s.index(slot), dk_, is_async=True)
+            # a product has at least 64 rows: dQᵀ
+            dq = warpgroup_mma(k_s.permute((1, 0)), ds_s, nothing, use_acc=False, is_async=True)
+        ds = gl.convert_layout(gradient, operand)
+        dv = warpgroup_mma(weights, do_s.index(slot), dv_, is_async=True)
+        dk = warpgroup_mma(ds, q_s.index(slot), dk_, is_async=True)
         if WITH_DQ:
-            if M == 64:
-                dq_ = warpgroup_mma_wait(2, deps=(dq,))
             x = j * M + gl.arange(0, M, layout=gl.SliceLayout(1, by_row))
             d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
-            e = gl.load(ORDER + gl.minimum(start + x // h, last)).to(gl.int32)
+            e = entries_of(ORDER, x, start, last, h)
             to = ((e - begin * SLOTS) * h + x % h) * D
-            if M == 64:
-                partial = gl.convert_layout(dq_.to(dtype), by_row)
-            else:
-                dq_ = warpgroup_mma_wait(2, deps=(dq,))
-                dq_s.permute((1, 0)).store(dq_.to(dtype))
-                barrier()
-                partial = dq_s.load(by_row)
+            dq_ = warpgroup_mma_wait(2, deps=(dq,))
+            dq_s.permute((1, 0)).store(dq_.to(dtype))
+            barrier()
+            partial = dq_s.load(by_row)
             gl.store(PARTIAL_DQ + to[:, None] + d[None, :], partial, mask=(x < count)[:, None])
         before = slot
         phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
@@ -167,13 +226,34 @@ def _multiply(
     return dk_, dv_
 
 
+@gluon.jit
+def _multiply(
+    k_s, v_s, q_s, do_s, first_s, second_s, ds_s, other_s, full, empty, ORDER, PARTIAL_DQ, start, last, steps, partly,
+    wholly, count, ahead, begin, scale,
+    SLOTS: gl.constexpr, h: gl.constexpr, M: gl.constexpr, BS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    WITH_DQ: gl.constexpr,
+):  # fmt: skip
+    """The multiplying warps: dk and dv of the piece and, WITH_DQ, the dq of its rows from this block."""
+    if M == 64:
+        dk, dv = _multiply_rows(
+            k_s, v_s, q_s, do_s, first_s, second_s, ds_s, other_s, full, empty, ORDER, PARTIAL_DQ, start, last, steps,
+            partly, wholly, count, ahead, begin, scale, SLOTS, h, D, STAGES, WITH_DQ,
+        )  # fmt: skip
+    else:
+        dk, dv = _multiply_keys(
+            k_s, v_s, q_s, do_s, first_s, second_s, ds_s, other_s, full, empty, ORDER, PARTIAL_DQ, start, last, steps,
+            partly, wholly, count, ahead, begin, scale, SLOTS, h, M, BS, D, STAGES, WITH_DQ,
+        )  # fmt: skip
+    return dk, dv
+
+
 @gluon.jit(do_not_specialize=["r", "begin", "seen", "lists", "slots", "L", "queries", "first_query"])
 def hopper_selected_dkv(
     Q, K, V, DOUT, RECORDS, ORDER, PIECE, LISTS, DECISION, PARTIAL_DQ, SUMS,
     r, begin, seen, lists, slots, L, T, queries, first_query, scale, qb, ob, kb, kt, kg, vb, vt, vg,
     QT: gl.constexpr, QH: gl.constexpr, OT: gl.constexpr, OH: gl.constexpr,
     G: gl.constexpr, h: gl.constexpr, M: gl.constexpr, n: gl.constexpr, BS: gl.constexpr, D: gl.constexpr,
-    SEGMENT: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr, GATHERING: gl.constexpr,
+    SEGMENT: gl.constexpr, STAGES: gl.constexpr, GATHERING: gl.constexpr,
     DECIDE: gl.constexpr, WITH_DQ: gl.constexpr, QUERY_RANGE: gl.constexpr,
 ):  # fmt: skip
     """DECIDE: run only if the range's decision is WITH_DQ. PARTIAL_DQ: [tokens of the range, G, n, h, D]."""
@@ -237,21 +317,18 @@ def hopper_selected_dkv(
         tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BS, D], dtype)
         k_s = gl.allocate_shared_memory(dtype, [BS, D], tile, k)
         v_s = gl.allocate_shared_memory(dtype, [BS, D], tile, v)
-        ds_s = k_s  # not used without dq
-        dq_s = k_s  # not used with 64 rows
-        if WITH_DQ:
-            ds_s = gl.allocate_shared_memory(dtype, [BS, M], gl.NVMMASharedLayout.get_default_for([BS, M], dtype))
-            if M < 64:
-                dq_s = gl.allocate_shared_memory(dtype, [M, D], rows)
+        # ds, and p or dq, on their way between threads and products
+        ds_s = gl.allocate_shared_memory(dtype, [BS, M], gl.NVMMASharedLayout.get_default_for([BS, M], dtype))
+        other_s = gl.allocate_shared_memory(dtype, [M, D], rows)
         fence_async_shared()
         barrier()
         dk, dv = gl.warp_specialize(
             [
-                (_multiply, (k_s, v_s, q_s, do_s, first_s, second_s, ds_s, dq_s, full, empty, ORDER, PARTIAL_DQ, start,
-                             last, steps, partly, wholly, count, ahead, begin, scale, G * n, h, M, BS, D, STAGES,
+                (_multiply, (k_s, v_s, q_s, do_s, first_s, second_s, ds_s, other_s, full, empty, ORDER, PARTIAL_DQ,
+                             start, last, steps, partly, wholly, count, ahead, begin, scale, G * n, h, M, BS, D, STAGES,
                              WITH_DQ)),
                 (_gather, (ORDER, q_base, do_base, record_base, q_s, do_s, first_s, second_s, full, empty, start, last,
-                           steps, QT, QH, OT, OH, G, h, M, n, D, STAGES, LANES)),
+                           steps, QT, QH, OT, OH, G, h, M, n, D, STAGES)),
             ],
             [4], [GATHERING],
         )  # fmt: skip

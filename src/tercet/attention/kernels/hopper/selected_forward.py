@@ -1,9 +1,10 @@
 """Partial outputs of scattered selections, in place of kv_major.kv_major_forward. Glossary: selected/__init__.py.
 
-A program holds a block's K and V and loops over the (entry, head) rows of its piece. As in selected_dkv.py, four warps
-gather the rows' queries, as slots become free, and four others attend. Rows past the end repeat the last entry and are
-not stored. V is kept, and outputs are computed, in parts of 64 columns: at head 128 the first part is stored while the
-second is computed, and few enough registers are used that three programs fit.
+A program holds a block's K and V and loops over the (entry, head) rows of its piece, or of its part of the piece. As in
+selected_dkv.py, four warps gather the rows' queries, as slots become free, and four others attend. Rows past the end
+repeat the last entry and are not stored. V is kept, and outputs are computed, in parts of 64 columns: at head 128 the
+first part is stored while the second is computed. Few enough registers are used that four programs fit, at head 128
+three.
 """
 
 from __future__ import annotations
@@ -18,31 +19,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tercet.attention.kernels.hopper.common import barrier
-from tercet.attention.kernels.hopper.selected_dkv import tokens_of
+from tercet.attention.kernels.hopper.common import barrier, entries_of, fast_log2, fast_reciprocal, stored_rows
 
 
 @gluon.jit
 def _gather(
     ORDER, q_base, q_s, full, empty, start, last, steps,
     QT: gl.constexpr, QH: gl.constexpr, G: gl.constexpr, h: gl.constexpr, M: gl.constexpr, n: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The gathering warps: q."""
-    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
     x = gl.arange(0, M, layout=gl.SliceLayout(1, by_row))
     # load the entries of a step while the copies of the previous step run
-    t = tokens_of(ORDER, x, start, last, h, G * n)
+    e = entries_of(ORDER, x, start, last, h)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     for _ in range(steps):
-        mbarrier.wait(empty.index(slot), phase)
+        t = (e.to(gl.uint32) // (G * n)).to(gl.int32)
         at = (t * QT + x % h * QH)[:, None] + d[None, :]
+        mbarrier.wait(empty.index(slot), phase)
         async_copy.async_copy_global_to_shared(q_s.index(slot), q_base + at)
         async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
         x += M
-        t = tokens_of(ORDER, x, start, last, h, G * n)
+        e = entries_of(ORDER, x, start, last, h)
         phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
 
@@ -57,20 +58,17 @@ def _attend(
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BS, 16])
     outputs: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=outputs, k_width=2)
-    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [4, 1], [1, 0])
+    stored: gl.constexpr = stored_rows()
     dtype: gl.constexpr = k_s.dtype
     zeros = gl.zeros([M, BS], gl.float32, layout=scores)
     none = gl.zeros([M, W], gl.float32, layout=outputs)
-    row = gl.arange(0, M, layout=gl.SliceLayout(1, by_row))
-    own = gl.arange(0, M, layout=gl.SliceLayout(1, scores))
-    d = gl.arange(0, W, layout=gl.SliceLayout(0, by_row))
+    row = gl.arange(0, M, layout=gl.SliceLayout(1, scores))
+    d = gl.arange(0, W, layout=gl.SliceLayout(0, stored))
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for j in range(steps):
         x = j * M + row
-        y = j * M + own
-        e = gl.load(ORDER + gl.minimum(start + x // h, last)).to(gl.int32)
-        f = gl.load(ORDER + gl.minimum(start + y // h, last)).to(gl.int32)
+        e = entries_of(ORDER, x, start, last, h)
         mbarrier.wait(full.index(slot), phase)
         s = warpgroup_mma(q_s.index(slot), k_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
         score = warpgroup_mma_wait(0, deps=(s,))
@@ -81,16 +79,18 @@ def _attend(
         l = gl.sum(p, 1)
         weights = gl.convert_layout(p.to(dtype), operand)
         o = warpgroup_mma(weights, v_s.index(0), none, use_acc=False, is_async=True)
-        to = (f - begin * SLOTS) * h + y % h
-        gl.store(PARTIAL_LSE + to, m + gl.log2(l), mask=y < count)
+        to = (e - begin * SLOTS) * h + x % h
+        gl.store(PARTIAL_LSE + to, m + fast_log2(l), mask=x < count)
+        factor = gl.convert_layout(fast_reciprocal(l), gl.SliceLayout(1, outputs), assert_trivial=True)
+        at = gl.convert_layout(to * D, gl.SliceLayout(1, stored), assert_trivial=True)
+        real = gl.convert_layout(x < count, gl.SliceLayout(1, stored), assert_trivial=True)
         for i in gl.static_range(D // W):
             out = warpgroup_mma_wait(0, deps=(o,))
             if i + 1 < D // W:
                 o = warpgroup_mma(weights, v_s.index(i + 1), none, use_acc=False, is_async=True)
-            factor = gl.convert_layout(1.0 / l, gl.SliceLayout(1, outputs))
-            out = gl.convert_layout((out * factor[:, None]).to(dtype), by_row)
-            at = ((e - begin * SLOTS) * h + x % h) * D + i * W
-            gl.store(PARTIAL + at[:, None] + d[None, :], out, mask=(x < count)[:, None])
+            out = gl.convert_layout((out * factor[:, None]).to(dtype), stored)
+            part = PARTIAL + (at + i * W)[:, None] + d[None, :]
+            gl.store(part, out, mask=real[:, None], eviction_policy="evict_first")
         phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
 
@@ -99,18 +99,23 @@ def _attend(
 def hopper_selected_forward(
     Q, K, V, ORDER, PIECE, LISTS, DECISION, PARTIAL, PARTIAL_LSE, r, begin, lists, slots, L, T, scale, qb, kb, kt, kg,
     vb, vt, vg, QT: gl.constexpr, QH: gl.constexpr, G: gl.constexpr, h: gl.constexpr, M: gl.constexpr, n: gl.constexpr,
-    BS: gl.constexpr, D: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr, LANES: gl.constexpr,
-    GATHERING: gl.constexpr,
+    BS: gl.constexpr, D: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr, GATHERING: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Program (piece). PARTIAL: [tokens of the range, G, n, h, D]. Forced entries are query_major_forward's."""
+    """Program (piece, one of its PARTS parts). PARTIAL: [tokens of the range, G, n, h, D]. Forced entries are
+    query_major_forward's."""
     W: gl.constexpr = 64  # columns of a part of V
     by_key: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = Q.dtype.element_ty
-    at = r.to(gl.int64) * slots + gl.program_id(0)
+    at = r.to(gl.int64) * slots + gl.program_id(0) // PARTS
+    share: gl.constexpr = (SEGMENT + PARTS - 1) // PARTS
     start = gl.load(PIECE + at) - 1
+    piece_end = start + SEGMENT
+    start = gl.where(start < 0, start, start + gl.program_id(0) % PARTS * share)
     lst = gl.load(PIECE + (lists // (G * L)).to(gl.int64) * slots + at)
     # free entries come before forced ones
-    end = gl.minimum(gl.minimum(start + SEGMENT, gl.load(LISTS + lists + lst)), gl.load(LISTS + 3 * lists + lst))
+    end = gl.minimum(gl.minimum(start + share, piece_end), gl.load(LISTS + lists + lst))
+    end = gl.minimum(end, gl.load(LISTS + 3 * lists + lst))
     if (start >= 0) & (start < end) & (gl.load(DECISION + r) == 1):
         first = gl.load(LISTS + 2 * lists + lst)
         g = lst // L % G
@@ -149,8 +154,7 @@ def hopper_selected_forward(
             [
                 (_attend, (k_s, v_s, q_s, full, empty, ORDER, PARTIAL, PARTIAL_LSE, start, end - 1, steps, count, begin,
                            scale, G * n, h, M, BS, D, W, STAGES)),
-                (_gather, (ORDER, q_base, q_s, full, empty, start, end - 1, steps, QT, QH, G, h, M, n, D, STAGES,
-                           LANES)),
+                (_gather, (ORDER, q_base, q_s, full, empty, start, end - 1, steps, QT, QH, G, h, M, n, D, STAGES)),
             ],
             [4], [GATHERING],
         )  # fmt: skip

@@ -158,7 +158,7 @@ def _build_tile_lists(c: Call) -> tuple[Tensor, Tensor]:
     p = c.plan
     lists, counts = c.empty(*p.tile_lists), c.empty(2, p.G, p.tiles)
     wide = power_of_2(p.tile_tokens)
-    together = max(1, 128 // wide)
+    together = max(1, 32 // wide)  # one warp: several would wait for each other at every entry
     args = (
         c.indices, c.cu, lists, counts, p.N, *c.tokens, p.documents, p.steps, p.tiles,
         p.G, p.n, p.tile_tokens, wide, together, p.select_block, p.initial, p.local, p.forced, p.packed,
@@ -245,9 +245,10 @@ def selected_forward(
             qb, qt, qh, *keys = c.strides
             args = (
                 q, k, v, *tables, p.L, p.T, scale, qb, *keys, qt, qh, p.G, p.h, hopper.rows, p.n, p.select_block, p.dk,
-                p.segment, hopper.stages, hopper.lanes, hopper.gathering,
+                p.segment, hopper.stages, hopper.gathering, p.forward_parts,
             )  # fmt: skip
-            c.launch(hopper_selected_forward, grid, args, **hopper.gluon_options)
+            grid = (p.forward_parts * grid[0], 1, 1)
+            c.launch(hopper_selected_forward, grid, args, p.forward_parts, **hopper.gluon_options)
         else:
             args = (
                 q, k, v, *tables, p.L, p.T, scale, *c.strides, p.G, p.h, p.kv_head_tile,
@@ -320,7 +321,7 @@ def selected_backward(
                 qb, qt, qh, *keys, ob, ot, oh = c.strides[:12]
                 args = (
                     q, k, v, dout, records, *tables, partial, sums, *where, qb, ob, *keys, qt, qh, ot, oh, p.G, p.h,
-                    hopper.rows, p.n, p.select_block, p.dk, p.segment, hopper.stages, hopper.lanes, hopper.gathering,
+                    hopper.rows, p.n, p.select_block, p.dk, p.segment, hopper.stages, hopper.gathering,
                     not p.query_major_only, with_dq, c.query_range,
                 )  # fmt: skip
                 c.launch(hopper_selected_dkv, grid, args, with_dq, **hopper.gluon_options)

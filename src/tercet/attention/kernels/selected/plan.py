@@ -41,6 +41,7 @@ class Plan:
     kv_head_tile: int
     kv_head_tiles: int
     segment: int  # most entries per piece
+    forward_parts: int  # programs per piece of Hopper's scattered forward
     ranges: int
     range_tokens: int
     documents: int
@@ -130,6 +131,10 @@ def make_plan(
         limits = (math.inf, limits[1])  # KV-major is not launched, so it must not be chosen
     if query_major_only:
         ranges, range_tokens = cut(piece_bytes)
+    # Pieces are long for the backward's sake, which writes a sum for each. In the forward, where most lists are longer
+    # than a piece, two programs share one, so that all end more nearly together.
+    mean_list = range_tokens * n // -(-max(range_tokens, longest) // select_block)
+    forward_parts = 2 if mean_list >= segment else 1
     L = (B * blocks_per_sequence if documents is None else T // select_block + documents) + 1
     return Plan(
         identity=_identities.setdefault(
@@ -154,6 +159,7 @@ def make_plan(
         kv_head_tile=kv_head_tile,
         kv_head_tiles=kv_head_tiles,
         segment=segment,
+        forward_parts=forward_parts,
         ranges=ranges,
         range_tokens=range_tokens,
         documents=B if documents is None else documents,
