@@ -189,13 +189,13 @@ def test_several_programs_of_hoppers_scattered_forward_fit(size: int, programs: 
 
 
 @pytest.mark.parametrize(
-    "heads", [pytest.param(80, id="80 heads per group", marks=pytest.mark.slow), pytest.param(12, id="blocks of 32")]
+    "heads", [pytest.param(80, id="80 heads per group", marks=pytest.mark.slow), pytest.param(12, id="blocks of 16")]
 )
 def test_what_hoppers_selected_keys_do_not_take_is_tritons(heads: int) -> None:
     with compiling(90, only="kv_major_dkv_transposed", resources=False) as found:
         q, k = torch.empty(1, 2048, heads, 64, dtype=torch.bfloat16), torch.empty(1, 2048, 1, 64, dtype=torch.bfloat16)
         rows, blocks = torch.empty(1, 2048, heads), torch.empty(1, 2048, 1, 16, dtype=torch.int32)
-        config = NSAConfig(select_block=64 if heads == 80 else 32)
+        config = NSAConfig() if heads == 80 else NSAConfig(compress_block=16, select_block=16)
         selected.selected_backward(q, k, k, blocks, rows, q, rows, rows, config, Documents(1, 2048, 0, None, None))
     assert [c.name for c in found] == ["kv_major_dkv_transposed"]
 

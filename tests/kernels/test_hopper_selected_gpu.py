@@ -31,11 +31,13 @@ SCATTERED_TRITON = {"kv_major_forward", "kv_major_dkv"}
 UNION, SCATTERED = 1e9, 0.0
 DECIDED = 0.75  # between what these documents have and what their sum might have
 PLAIN, ODD = [0, 2001], [0, 1, 1, 300, 1003, 1100, 2001]
-CONFIG = NSAConfig()
+CONFIG, BLOCKS_OF_32 = NSAConfig(), NSAConfig(select_block=32, select_count=24)
 SIZES = pytest.mark.parametrize("size", [64, 128], ids=["head 64", "head 128"])
 
 
-def case(cu, heads, groups, size=64, *, batch=1, dtype=BF16, first=0, queries=-1, longest=-1, seed=0):
+def case(
+    cu, heads, groups, size=64, *, batch=1, dtype=BF16, first=0, queries=-1, longest=-1, seed=0, config=CONFIG
+):  # fmt: skip
     """Sequences of one length, or one of packed documents; `first` and `queries`: a query range of each."""
     g = torch.Generator().manual_seed(seed)
     T = cu[-1] // batch
@@ -48,16 +50,18 @@ def case(cu, heads, groups, size=64, *, batch=1, dtype=BF16, first=0, queries=-1
 
     q, k, v, dout = rand(heads), rand(groups), rand(groups), rand(heads)
     gate = torch.randn(batch, T, heads, generator=g).to(DEVICE)
-    chosen = (CONFIG.select_count, CONFIG.select_block, CONFIG.select_initial, CONFIG.select_local)
+    chosen = (config.select_count, config.select_block, config.select_initial, config.select_local)
     indices = random_selection(cu, groups, *chosen, g).to(DEVICE).reshape(batch, T, groups, -1)
     own = slice(first, first + documents.queries)
     q, dout, gate, indices = (x[:, own].contiguous() for x in (q, dout, gate, indices))
-    return SimpleNamespace(q=q, k=k, v=v, dout=dout, gate=gate, indices=indices, documents=documents, cu=cu)
+    return SimpleNamespace(
+        q=q, k=k, v=v, dout=dout, gate=gate, indices=indices, documents=documents, cu=cu, config=config
+    )
 
 
 def settings_of(c):
     """At head 128 Triton's dK/dV has the same bits only if it computes Sᵀ too."""
-    return replace(sel.selected_settings(*[c.q.shape[-1]] * 2, c.q.dtype, 64), dkv_transposed=True)
+    return replace(sel.selected_settings(*[c.q.shape[-1]] * 2, c.q.dtype, c.config.select_block), dkv_transposed=True)
 
 
 def run(c, limit=UNION, **changes):
@@ -74,10 +78,10 @@ def run(c, limit=UNION, **changes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sel.Call, "launch", launch)
         given = (c.q, c.k, c.v, c.indices)
-        o, lse, saved = sel.selected_forward(*given, CONFIG, c.documents, settings)
+        o, lse, saved = sel.selected_forward(*given, c.config, c.documents, settings)
         delta = (c.dout.float() * o.float()).sum(-1)
         found = sel.selected_backward(
-            *given, lse, c.dout, c.gate, delta, CONFIG, c.documents, saved, settings
+            *given, lse, c.dout, c.gate, delta, c.config, c.documents, saved, settings
         )  # fmt: skip
     return (o, *found), launched
 
@@ -217,12 +221,22 @@ def test_what_the_gluon_kernel_cannot_address_is_left_to_triton() -> None:
         assert_same_bits(found, expected)
 
 
-@SIZES
+@pytest.mark.parametrize("cu", [PLAIN, ODD], ids=["plain", "packed"])
+@pytest.mark.parametrize(("heads", "groups"), [(12, 2), (7, 1)], ids=str)
+def test_blocks_of_32_have_tritons_results(heads: int, groups: int, cu: list[int]) -> None:
+    c = case(cu, heads, groups, config=BLOCKS_OF_32)
+    assert_close_to_triton(c)
+    assert_as_triton(c)
+
+
 @pytest.mark.parametrize("limit", [UNION, SCATTERED], ids=["union", "scattered"])
-def test_the_gluon_kernel_equals_a_masked_softmax(limit: float, size: int) -> None:
-    c = case(ODD, 12, 2, size, seed=3)
+@pytest.mark.parametrize(
+    ("size", "config"), [(64, CONFIG), (128, CONFIG), (64, BLOCKS_OF_32)], ids=["head 64", "head 128", "blocks of 32"]
+)
+def test_the_gluon_kernel_equals_a_masked_softmax(limit: float, size: int, config: NSAConfig) -> None:
+    c = case(ODD, 12, 2, size, seed=3, config=config)
     leaves = [x[0].float().requires_grad_() for x in (c.q, c.k, c.v)]
-    o = dense_masked(*leaves, c.indices[0], c.cu, CONFIG.select_block)
+    o = dense_masked(*leaves, c.indices[0], c.cu, config.select_block)
     (o * c.gate[0, ..., None]).backward(c.dout[0].float())
     found, _ = run(c, limit)
     for what, a, b in zip(("o", "dq", "dk", "dv"), found, (o, *(x.grad for x in leaves)), strict=True):

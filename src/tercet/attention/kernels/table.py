@@ -166,6 +166,7 @@ def triton_launch(stage: str, q: Tensor, v: Tensor) -> Launch:
 
 FEWEST_ROWS = 16  # of a tile: what tensor cores multiply
 LARGEST_BLOCK = 64  # keys; the kernels read larger blocks in parts of this size
+GLUON_BLOCKS = {64: (32, 64), 128: (64,)}  # head size -> select_block of hopper.selected_*
 HOPPER_SHARED = 227 * 1024
 
 
@@ -196,7 +197,7 @@ class SelectedSettings:
     # KV-major runs where a tile list has more blocks on average than this multiple of select_count
     forward_limit: float = 3.0
     backward_limit: float = 2.9
-    range_bytes: int = 3 << 29  # most scratch of the KV-major design, per range
+    range_bytes: int = 1 << 31  # most scratch of the KV-major design, per range
 
 
 # (condition, settings); the first that holds wins. float32 is for checks, not for speed.
@@ -363,18 +364,18 @@ _SELECTED_STAGES = (
     ("selected forward", "mean tile list ≤ forward limit", "`selected.query_major`"),
     (
         "selected forward",
-        "longer; head 64 or 128, select_block 64 or 128, sm_90",
+        "longer; head 64 or 128, blocks of 64 or 128 (head 64: also 32), sm_90",
         "`hopper.selected_forward`; forced blocks `selected.query_major`",
     ),
     ("selected forward", "longer", "`selected.kv_major`; forced blocks `selected.query_major`"),
     ("selected dQ", "mean tile list ≤ backward limit", "`selected.query_major`"),
     (
         "selected dQ",
-        "longer; head 64 or 128, select_block 64 or 128, sm_90",
+        "longer; head 64 or 128, blocks of 64 or 128 (head 64: also 32), sm_90",
         "`hopper.selected_dkv`, with dK/dV",
     ),
     ("selected dQ", "longer", "`selected.kv_major` (`kv_major_dkv`, with dK/dV)"),
-    ("selected dK/dV", "head 64 or 128, select_block 64 or 128, sm_90", "`hopper.selected_dkv`"),
+    ("selected dK/dV", "head 64 or 128, blocks of 64 or 128 (head 64: also 32), sm_90", "`hopper.selected_dkv`"),
     ("selected dK/dV", "mean tile list ≤ backward limit; head ≤ 64", "`selected.kv_major` (`kv_major_dkv_transposed`)"),
     ("selected dK/dV", "else", "`selected.kv_major` (`kv_major_dkv`)"),
 )

@@ -85,12 +85,15 @@ def _gather(
 def _multiply_rows(
     k_s, v_s, q_s, do_s, first_s, second_s, ds_s, p_s, full, empty, ORDER, PARTIAL_DQ, start, last, steps, partly,
     wholly, count, ahead, begin, scale,
-    SLOTS: gl.constexpr, h: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
+    SLOTS: gl.constexpr, h: gl.constexpr, BS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    WITH_DQ: gl.constexpr,
 ):  # fmt: skip
-    """S, with rows of queries. All tiles are [64, 64]."""
-    tile: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=tile, k_width=2)
-    own: gl.constexpr = gl.SliceLayout(1, tile)
+    """S, with 64 rows of queries; dKᵀ and dVᵀ, since a product has at least 64 rows, and a block may have 32 keys.
+    D = 64."""
+    scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BS, 16])
+    queries: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=queries, k_width=2)
+    own: gl.constexpr = gl.SliceLayout(1, scores)
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     # two numbers for each of the two rows of a thread
     pairs: gl.constexpr = gl.DistributedLinearLayout(
@@ -98,11 +101,12 @@ def _multiply_rows(
         warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[64, 2],
     )  # fmt: skip
     dtype: gl.constexpr = k_s.dtype
-    zeros = gl.zeros([64, 64], gl.float32, layout=tile)
+    zeros = gl.zeros([64, BS], gl.float32, layout=scores)
+    none = gl.zeros([64, D], gl.float32, layout=queries)
     row = gl.arange(0, 64, layout=own)
     stored = gl.arange(0, 64, layout=gl.SliceLayout(1, by_row))
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, by_row))
-    key = gl.arange(0, 64, layout=gl.SliceLayout(0, tile))
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
+    key = gl.arange(0, BS, layout=gl.SliceLayout(0, scores))
     dk = warpgroup_mma_init(zeros)
     dv = warpgroup_mma_init(zeros)
     slot = gl.to_tensor(0)
@@ -134,9 +138,9 @@ def _multiply_rows(
             # not loaded earlier: the fence would wait for it
             x = j * 64 + stored
             e = entries_of(ORDER, x, start, last, h)
-            dq = warpgroup_mma(gl.convert_layout(ds, operand), k_s, zeros, use_acc=False, is_async=True)
-        dv = warpgroup_mma(p_s.permute((1, 0)), do_s.index(slot), dv_, is_async=True)
-        dk = warpgroup_mma(ds_s.permute((1, 0)), q_s.index(slot), dk_, is_async=True)
+            dq = warpgroup_mma(gl.convert_layout(ds, operand), k_s, none, use_acc=False, is_async=True)
+        dv = warpgroup_mma(do_s.index(slot).permute((1, 0)), p_s, dv_, is_async=True)
+        dk = warpgroup_mma(q_s.index(slot).permute((1, 0)), ds_s, dk_, is_async=True)
         if WITH_DQ:
             dq_ = warpgroup_mma_wait(2, deps=(dq,))
             to = (((e - begin * SLOTS) * h + x % h) * D)[:, None] + column[None, :]
@@ -237,7 +241,7 @@ def _multiply(
     if M == 64:
         dk, dv = _multiply_rows(
             k_s, v_s, q_s, do_s, first_s, second_s, ds_s, other_s, full, empty, ORDER, PARTIAL_DQ, start, last, steps,
-            partly, wholly, count, ahead, begin, scale, SLOTS, h, D, STAGES, WITH_DQ,
+            partly, wholly, count, ahead, begin, scale, SLOTS, h, BS, D, STAGES, WITH_DQ,
         )  # fmt: skip
     else:
         dk, dv = _multiply_keys(
@@ -257,7 +261,11 @@ def hopper_selected_dkv(
     DECIDE: gl.constexpr, WITH_DQ: gl.constexpr, QUERY_RANGE: gl.constexpr,
 ):  # fmt: skip
     """DECIDE: run only if the range's decision is WITH_DQ. PARTIAL_DQ: [tokens of the range, G, n, h, D]."""
-    sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    # _multiply_rows returns dKᵀ and dVᵀ
+    transposed: gl.constexpr = M == 64
+    sums: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BS if transposed else D, 16]
+    )
     by_key: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = Q.dtype.element_ty
     at = r.to(gl.int64) * slots + gl.program_id(0)
@@ -318,8 +326,13 @@ def hopper_selected_dkv(
         k_s = gl.allocate_shared_memory(dtype, [BS, D], tile, k)
         v_s = gl.allocate_shared_memory(dtype, [BS, D], tile, v)
         # ds, and p or dq, on their way between threads and products
-        ds_s = gl.allocate_shared_memory(dtype, [BS, M], gl.NVMMASharedLayout.get_default_for([BS, M], dtype))
-        other_s = gl.allocate_shared_memory(dtype, [M, D], rows)
+        if transposed:
+            square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, BS], dtype)
+            ds_s = gl.allocate_shared_memory(dtype, [M, BS], square)
+            other_s = gl.allocate_shared_memory(dtype, [M, BS], square)
+        else:
+            ds_s = gl.allocate_shared_memory(dtype, [BS, M], gl.NVMMASharedLayout.get_default_for([BS, M], dtype))
+            other_s = gl.allocate_shared_memory(dtype, [M, D], rows)
         fence_async_shared()
         barrier()
         dk, dv = gl.warp_specialize(
@@ -335,9 +348,13 @@ def hopper_selected_dkv(
         # a list of one piece adds to its sum directly: earlier ranges were earlier launches
         whole = list_end - gl.load(LISTS + lst) <= SEGMENT
         place = gl.where(whole, slots + lst % (G * L), gl.program_id(0))
-        key = gl.arange(0, BS, layout=gl.SliceLayout(1, sums))
-        d = gl.arange(0, D, layout=gl.SliceLayout(0, sums))
-        out = SUMS + place.to(gl.int64) * (BS * 2 * D) + (key * (2 * D))[:, None] + d[None, :]
+        out = SUMS + place.to(gl.int64) * (BS * 2 * D)
+        if transposed:
+            key = gl.arange(0, BS, layout=gl.SliceLayout(0, sums))
+            out = out + (key * (2 * D))[None, :] + gl.arange(0, D, layout=gl.SliceLayout(1, sums))[:, None]
+        else:
+            key = gl.arange(0, BS, layout=gl.SliceLayout(1, sums))
+            out = out + (key * (2 * D))[:, None] + gl.arange(0, D, layout=gl.SliceLayout(0, sums))[None, :]
         if whole & (first < seen):
             dk += gl.load(out)
             dv += gl.load(out + D)

@@ -363,7 +363,7 @@ def _gluon(c: Call, stage: str, *rows: Tensor) -> Launch | None:
     """Launch settings if the stage's Gluon kernel takes this call; else None, and kv_major.py takes it. `rows`: what it
     gathers besides q."""
     p, (q, k, v) = c.plan, (c.q, c.k, c.v)
-    if not c.settings.gluon or p.select_block != 64 or p.kv_head_tiles > 1:
+    if not c.settings.gluon or p.kv_head_tiles > 1 or p.select_block not in table.GLUON_BLOCKS.get(p.dk, ()):
         return None
     # The kernel addresses rows, and their records of four numbers, with 32 bits from the first token of the batch, and
     # copies 16 bytes at a time, which the compiler must see from the batch strides.
