@@ -1,0 +1,140 @@
+"""The Gluon kernels for Hopper on a CPU (gluon_interpreter.py), against masked softmaxes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from itertools import pairwise
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels.gluon_interpreter import gluon_on_cpu
+from kernels.selections import case, dense_masked, poison_empty, relative_error
+from tercet.attention.config import NSAConfig
+from tercet.attention.kernels import compressed, table, window
+from tercet.attention.kernels.dq import compressed_window_dq
+from tercet.attention.kernels.tiles import Branch
+from tercet.attention.kernels.varlen import Documents, compressed_bounds
+
+sel = import_module("tercet.attention.kernels.selected.launch")
+pytestmark = pytest.mark.interpreter
+BF16 = torch.bfloat16
+LATE = pytest.mark.parametrize("late", ["copies", "products"])
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    monkeypatch.setattr(table, "generation", lambda x: 9)
+
+
+def masked(q, k, v, seen):
+    """Softmax over the keys that are seen, (o, log-sum-exp); q: [T, H, D], k, v: [S, G, D], seen: [T, S]."""
+    heads = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(heads, 1) for x in (k, v))
+    logits = torch.einsum("thd,shd->ths", q, k) * q.shape[-1] ** -0.5
+    logits = logits.masked_fill(~seen[:, None], -torch.inf)
+    lse = logits.logsumexp(-1)
+    p = (logits - lse[..., None].clamp(min=-1e30)).exp()
+    return torch.einsum("ths,shd->thd", p, v), lse
+
+
+def seen_in_window(cu, size):
+    t = torch.arange(cu[-1])
+    doc = torch.bucketize(t, torch.tensor(cu[1:]), right=True)
+    return (doc[:, None] == doc) & (t <= t[:, None]) & (t > t[:, None] - size)
+
+
+def seen_compressed(cu, ccu, config):
+    seen = torch.zeros(cu[-1], int(ccu[-1]), dtype=torch.bool)
+    for (a, b), (c, d) in zip(pairwise(cu), pairwise(ccu), strict=True):
+        end = torch.arange(d - c) * config.compress_stride + config.compress_block - 1
+        seen[a:b, c:d] = end <= torch.arange(b - a)[:, None]
+    return seen
+
+
+CONFIG = NSAConfig(window=100)
+CUTS = pytest.mark.parametrize("cu", [[0, 333], [0, 40, 41, 200, 333]], ids=["plain", "packed"])
+SIZES = pytest.mark.parametrize("size", [64, 128], ids=["head 64", "head 128"])
+
+
+@LATE
+@SIZES
+@CUTS
+@pytest.mark.parametrize("branch", ["compressed", "window"])
+def test_a_branch_equals_a_masked_softmax(branch, cu, size, late):
+    T, H, G = cu[-1], 4, 2
+    g = torch.Generator().manual_seed(0)
+    bounds = torch.tensor(cu, dtype=torch.int32) if len(cu) > 2 else None
+    ccu = None if bounds is None else compressed_bounds(bounds, CONFIG.compress_block, CONFIG.compress_stride)
+    rows = T if branch == "window" else CONFIG.num_compressed(T)
+    documents = Documents(1, T, CONFIG.num_compressed(T), bounds, ccu)
+    q, dout = (torch.randn(1, T, H, size, generator=g).to(BF16) for _ in range(2))
+    k, v = (torch.randn(1, rows, G, size, generator=g).to(BF16) for _ in range(2))
+    gate = torch.rand(H, 1, T, generator=g)
+    if branch == "window":
+        seen, used = seen_in_window(cu, CONFIG.window), T
+    else:
+        seen = seen_compressed(cu, [0, rows] if ccu is None else ccu.tolist(), CONFIG)
+        used = seen.shape[1]
+        k[:, used:] = v[:, used:] = torch.nan  # padding
+    leaves = [x[0].float().requires_grad_() for x in (q, k[:, :used], v[:, :used])]
+    o, lse = masked(*leaves, seen)
+    (o * gate.permute(1, 2, 0)[0][..., None]).backward(dout[0].float())
+
+    with gluon_on_cpu(late) as launched:
+        if branch == "window":
+            found, found_lse = window.forward(q, k, v, CONFIG.window, documents)
+        else:
+            found, found_lse = compressed.forward(q, k, v, CONFIG, documents)
+        delta = (dout.float() * found.float()).sum(-1).permute(2, 0, 1).contiguous()
+        both = Branch(k, v, found_lse, delta, gate)
+        if branch == "window":
+            dk, dv = window.dkv(q, dout, both, CONFIG.window, documents)
+        else:
+            dk, dv = compressed.dkv(q, dout, both, CONFIG, documents)
+        assert launched == ["hopper_forward", "hopper_dkv"]
+        if table.gluon_launch("query_gradient", q, dout, k, v, packed=documents.packed):
+            given = (both, None) if branch == "compressed" else (None, both)
+            dq = compressed_window_dq(q, dout, *given, CONFIG, documents)
+            assert launched[-1] == "hopper_dq"
+            assert relative_error(dq[0], leaves[0].grad) <= 5e-3
+    some = lse.isfinite()
+    assert relative_error(found_lse.permute(1, 2, 0)[0][some], lse[some].detach() * 1.4426950408889634) <= 1e-4
+    for a, b in ((found[0], o.detach()), (dk[0, :used], leaves[1].grad), (dv[0, :used], leaves[2].grad)):
+        assert relative_error(a, b) <= 5e-3
+
+
+BLOCKS = NSAConfig(select_block=64, select_count=3, select_initial=1, select_local=1)
+BLOCKS_OF_32 = replace(BLOCKS, select_block=32, select_count=4, select_local=2)
+
+
+@pytest.mark.parametrize(
+    ("limit", "late"), [(-1.0, "copies"), (-1.0, "products"), (1e9, "products")], ids=["copies", "products", "union"]
+)
+@pytest.mark.parametrize(
+    ("size", "config"), [(64, BLOCKS), (128, BLOCKS), (64, BLOCKS_OF_32)], ids=["head 64", "head 128", "blocks of 32"]
+)
+def test_the_selected_branch_equals_a_masked_softmax(size, config, limit, late, monkeypatch):
+    """Scattered selections; with a high limit, dk and dv of unions."""
+    poison_empty(monkeypatch)
+    c = case([0, 1, 30, 270], 6, 1, size, size, config, packed=True, dtype=torch.float16)
+    # pieces long enough to use every slot of shared memory twice
+    settings = sel.SelectedSettings(
+        tile_rows=16, segment_rows=660, forward_limit=limit, backward_limit=limit, tma=False
+    )  # fmt: skip
+    q, dout, indices, gate = (c.shaped(x) for x in (c.q, c.dout, c.indices, c.gate))
+    k, v = c.keys(c.k), c.keys(c.v)
+    leaves = [x.float().requires_grad_() for x in (c.q, c.k, c.v)]
+    o = dense_masked(*leaves, c.indices, c.cu, config.select_block)
+    (o * c.gate[..., None]).backward(c.dout.float())
+
+    with gluon_on_cpu(late) as launched:
+        found, lse, saved = sel.selected_forward(q, k, v, indices, config, c.documents, settings)
+        delta = (dout.float() * found.float()).sum(-1)
+        grads = sel.selected_backward(q, k, v, indices, lse, dout, gate, delta, config, c.documents, saved, settings)
+    assert set(launched) == {"hopper_selected_dkv"} | ({"hopper_selected_forward"} if limit < 0 else set())
+    for what, a, b in zip(("o", "dq", "dk", "dv"), (found, *grads), (o, *(x.grad for x in leaves)), strict=True):
+        assert relative_error(a[0], b.detach()) <= 3e-3, what
