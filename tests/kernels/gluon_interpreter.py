@@ -140,19 +140,18 @@ def _mask(pointer: Pointer, mask: Any) -> Tensor:
 
 
 class Descriptor:
-    """What the copy engine reads: tiles of a matrix, zero beyond its end."""
+    """What the copy engine reads: tiles of a tensor, zero beyond its ends."""
 
     def __init__(self, given: Any) -> None:
-        self.matrix = given.base.as_strided(given.shape, given.strides, given.base.storage_offset())
+        self.whole = given.base.as_strided(given.shape, given.strides, given.base.storage_offset())
         self.block, self.dtype, self.layout = given.block_shape, given.base.dtype, None
 
-    def tile(self, row: int, column: int) -> Tensor:
-        rows, columns = self.block
-        assert column + columns <= self.matrix.shape[1]
-        out = torch.zeros(rows, columns, dtype=self.dtype)
-        first, past = max(row, 0), min(row + rows, self.matrix.shape[0])
-        if first < past:
-            out[first - row : past - row] = self.matrix[first:past, column : column + columns]
+    def tile(self, *place: int) -> Tensor:
+        out = torch.zeros(self.block, dtype=self.dtype)
+        axes = list(zip(place, self.block, self.whole.shape, strict=True))
+        if all(at < end and at + size > 0 for at, size, end in axes):
+            there = tuple(slice(max(at, 0), min(at + size, end)) for at, size, end in axes)
+            out[tuple(slice(x.start - at, x.stop - at) for x, at in zip(there, place, strict=True))] = self.whole[there]
         return out
 
 
@@ -170,6 +169,13 @@ class Shared:
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.x.permute(order))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        return Shared(self.x.view(shape))
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.x.shape
 
     def load(self, layout: Any = None) -> Value:
         return Value(self.x.clone())
@@ -415,9 +421,9 @@ def _fetch(descriptor: Descriptor, place: list, barrier: Barrier, to: Shared, pr
         copy()
 
 
-def _copy(to: Shared, source: Pointer) -> None:
+def _copy(to: Shared, source: Pointer, mask: Value | None = None) -> None:
     def copy() -> None:
-        to.x.copy_(source.memory.load(source).x)
+        to.x.copy_(source.memory.load(source, mask).x)
 
     if _own.program.late == "copies":
         _own.copies.append(copy)

@@ -57,7 +57,7 @@ def seen_compressed(cu, ccu, config):
 
 CONFIG = NSAConfig(window=100)
 CUTS = pytest.mark.parametrize("cu", [[0, 333], [0, 40, 41, 200, 333]], ids=["plain", "packed"])
-SIZES = pytest.mark.parametrize("size", [64, 128], ids=["head 64", "head 128"])
+SIZES = pytest.mark.parametrize("size", [64, 96, 128], ids=["head 64", "head 96", "head 128"])
 
 
 @LATE
@@ -115,7 +115,9 @@ BLOCKS_OF_32 = replace(BLOCKS, select_block=32, select_count=4, select_local=2)
     ("limit", "late"), [(-1.0, "copies"), (-1.0, "products"), (1e9, "products")], ids=["copies", "products", "union"]
 )
 @pytest.mark.parametrize(
-    ("size", "config"), [(64, BLOCKS), (128, BLOCKS), (64, BLOCKS_OF_32)], ids=["head 64", "head 128", "blocks of 32"]
+    ("size", "config"),
+    [(64, BLOCKS), (96, BLOCKS), (128, BLOCKS), (64, BLOCKS_OF_32)],
+    ids=["head 64", "head 96", "head 128", "blocks of 32"],
 )
 def test_the_selected_branch_equals_a_masked_softmax(size, config, limit, late, monkeypatch):
     """Scattered selections; with a high limit, dk and dv of unions."""
