@@ -364,7 +364,8 @@ class _Layout:
 _LAYOUT, _BARRIER = _Layout(), object()
 
 _gl = SimpleNamespace(
-    constexpr=None, float32=torch.float32, int32=torch.int32, int64=torch.int64, int1=torch.bool,
+    constexpr=None, float32=torch.float32, bfloat16=torch.bfloat16, int1=torch.bool,
+    int32=torch.int32, int64=torch.int64,
     uint32=torch.int64,  # of which torch can do little; numbers here are small
     load=lambda p, mask=None, other=0, **_: p.memory.load(p, mask, other),
     store=lambda p, value, mask=None, **_: p.memory.store(p, value, mask),
@@ -379,6 +380,7 @@ _gl = SimpleNamespace(
     maximum=lambda a, b: Value(torch.maximum(*torch.broadcast_tensors(_value(a).x, _value(b).x))),
     exp2=lambda x: Value(torch.exp2(x.x)), log2=lambda x: Value(torch.log2(x.x)),
     sum=lambda x, axis: Value(x.x.sum(axis)), max=lambda x, axis: Value(x.x.amax(axis)),
+    reshape=lambda x, shape: Value(x.x.reshape(shape)),
     split=lambda x: tuple(Value(y) for y in x.x.unbind(-1)),
     to_tensor=_value, static_range=range, convert_layout=lambda x, *_, **__: x,
     inline_asm_elementwise=_assembly, allocate_shared_memory=_allocate,

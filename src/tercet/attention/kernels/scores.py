@@ -26,7 +26,7 @@ from torch import Tensor
 from tercet.attention.config import NSAConfig
 from tercet.attention.hardware import interpreting
 from tercet.attention.kernels.launch import LOG2E, call, padded, power_of_2
-from tercet.attention.kernels.table import Launch, triton_launch
+from tercet.attention.kernels.table import Launch, gluon_launch, triton_launch
 from tercet.attention.kernels.tiles import load_tile
 from tercet.attention.kernels.tma import descriptors
 from tercet.attention.kernels.varlen import Documents, locate_queries, visible
@@ -414,6 +414,7 @@ def select(
     B, T, H, DK = q.shape
     G = k.shape[2]
     heads, block = H // G, config.select_block
+    tuned = launch is None
     launch = launch or triton_launch("score", q, k)
     # at most 32 blocks a tile, whose scores fit the registers
     keys = max(min(launch.keys, 32 * block // config.compress_stride), block // config.compress_stride)
@@ -421,6 +422,16 @@ def select(
     together = min(launch.rows, power_of_2(-(-heads // launch.held)))
     held = -(-heads // together)
     queries = launch.rows // together
+    fast = gluon_launch("score", q, k, packed=documents.packed, query_range=documents.query_range) if tuned else None
+    if fast and keys == fast.keys:
+        from tercet.attention.kernels.hopper.scores import launch_scores
+
+        together = min(fast.rows, power_of_2(-(-heads // fast.held)))
+
+        def fast_score(scores: Tensor, blocks: int, tile0: int, tiles: int) -> None:
+            launch_scores(q, k, lse, scores, config, documents, blocks, tile0, tiles, together, fast)
+
+        return choose(q, G, config, documents, fast.rows // together, fast_score, scratch_bytes, widest)
     (kd,) = descriptors(launch.tma, keys, k)
     split = q.dtype != torch.float32 and not interpreting()  # the interpreter multiplies no bf16
     cu, *bounds = documents.query_tokens(queries)
