@@ -239,7 +239,7 @@ def test_only_a_failure_fails_unless_go_is_required(healthy, tmp_path, monkeypat
     assert codes("NO-GO", "NOT TESTED") == (3, 3)
 
 
-def test_two_runs_are_compared_with_their_differences(healthy, tmp_path, no_plots):
+def test_two_runs_are_compared_with_their_differences(healthy, tmp_path, no_plots, capsys):
     other = copy(healthy, tmp_path / "other", each("run_started", name=NASTY))
     text = (other.folder / "config.toml").read_text()
     (other.folder / "config.toml").write_text(text.replace('attention = "nsa"', 'attention = "dense"'))
@@ -252,6 +252,11 @@ def test_two_runs_are_compared_with_their_differences(healthy, tmp_path, no_plot
     assert len(json.loads((tmp_path / "both" / "verdict.json").read_text())) == 2
     assert not [t for t, _ in Tags(page).tags if t in ("script", "img")]
     assert text.count('<script>alert("x")</script>') >= 8  # in the plots' legends too
+    written, printed = (tmp_path / "both" / "report.md").read_text(), capsys.readouterr().out
+    assert "<script>" not in written
+    for name in ("parameters", "training loss", "validation loss", "tokens/s"):
+        assert re.search(rf"^\| {name} \| (\S+) \| \1 1.000× \|$", written, re.M)
+        assert re.search(rf"^{name} +(\S+) +\1 1.000×$", printed, re.M)
     for _, attrs in Tags(page).tags:
         if attrs.get("href", "").endswith("report.html"):
             assert (tmp_path / "both" / attrs["href"]).resolve().exists()

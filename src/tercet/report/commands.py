@@ -111,8 +111,14 @@ def _find_baseline(run: Run, runs: list[Run]) -> Run | None:
 def _write_comparison(runs: list[Run], verdicts: list[Verdict], pages: list[Path], out: Path) -> None:
     columns = side_by_side.columns(runs, verdicts, pages, out)
     page = side_by_side.comparison_page(columns, clock_time(runs[0].read_at))
-    text = "\n".join(render.markdown(r, v) for r, v in zip(runs, verdicts, strict=True))
+    singles = [render.markdown(r, v) for r, v in zip(runs, verdicts, strict=True)]
+    text = "\n".join([side_by_side.comparison_markdown(columns), *singles])
     records = [v.as_dict(r) for r, v in zip(runs, verdicts, strict=True)]
+    table = side_by_side.figure_table(columns)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        print(printable("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()))
+    print(printable(side_by_side.figure_note(columns)))
     print(f"comparison: {render.write_files(out, page, text, json.dumps(records, indent=1))}")
 
 

@@ -66,19 +66,19 @@ def markdown(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
     """A short version for pull requests and mail."""
     facts = collect_facts(run, verdict.findings, baseline)
     lines = [
-        f"# {_escape(verdict.headline)}",
+        f"# {escape(verdict.headline)}",
         "",
-        f"{_escape(run.name)}, production gates: {verdict.verdict}. {_escape(verdict.sentence)}",
+        f"{escape(run.name)}, production gates: {verdict.verdict}. {escape(verdict.sentence)}",
         "",
-        f"{_escape(facts.subtitle)}. {_escape(facts.period)}. Folder `{_escape(str(run.folder))}`.",
+        f"{escape(facts.subtitle)}. {escape(facts.period)}. Folder `{escape(str(run.folder))}`.",
         "",
-        "| " + " | ".join(_escape(f.name) for f in facts.figures) + " |",
+        "| " + " | ".join(escape(f.name) for f in facts.figures) + " |",
         "|" + "---|" * len(facts.figures),
-        "| " + " | ".join(_escape(f"{f.value} ({f.note})" if f.note else f.value) for f in facts.figures) + " |",
+        "| " + " | ".join(escape(f"{f.value} ({f.note})" if f.note else f.value) for f in facts.figures) + " |",
         "",
         "| gate | verdict | why | needs |",
         "|---|---|---|---|",
-        *(f"| {g.name} | **{g.verdict}** | {_escape(g.sentence)} | {_escape(g.threshold)} |" for g in verdict.gates),
+        *(f"| {g.name} | **{g.verdict}** | {escape(g.sentence)} | {escape(g.threshold)} |" for g in verdict.gates),
     ]
     listed = {
         "Failed": verdict.failures(),
@@ -89,13 +89,13 @@ def markdown(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
     for title, reasons in listed.items():
         lines += ["", f"## {title}", ""] if reasons else []
         for sentence, fix, names in reasons:
-            arrow = f" → {_escape(fix)}" if fix else ""
-            lines.append(f"- **{', '.join(names)}**: {_escape(sentence)}{arrow}")
+            arrow = f" → {escape(fix)}" if fix else ""
+            lines.append(f"- **{', '.join(names)}**: {escape(sentence)}{arrow}")
     problems = [e for e in facts.notable_events if e["sign"] in ("no", "nt")]
     if problems:
         lines += ["", "## Notable events", ""]
         lines += [
-            f"- step {e['step']}, rank {e['rank']}: {_escape(e['kind'])}: {_escape(e['text'])}" for e in problems[:40]
+            f"- step {e['step']}, rank {e['rank']}: {escape(e['kind'])}: {escape(e['text'])}" for e in problems[:40]
         ]
     return "\n".join(lines) + "\n"
 
@@ -124,7 +124,7 @@ def _capitalize(text: str) -> str:
     return text if any(c in first for c in "._=/") else text[:1].upper() + text[1:]
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     """Escape text for Markdown: no markup, no table separators, no line breaks."""
     escaped = "".join("\\" + c if c in "\\`*_|[]#" else c for c in printable(" ".join(text.split())))
     return escaped.replace("<", "&lt;").replace(">", "&gt;")

@@ -15,8 +15,9 @@ from tercet.report.facts import KeyFigure, format_value, key_figures, subtitle
 from tercet.report.figure import SERIES, Plot, abbreviate_y_ticks, draw, label_step_axis
 from tercet.report.plots import interval_series, loss_axis_limits, paint_losses, step_series, validation_points
 from tercet.report.read import Run, with_defaults
-from tercet.report.render import render_page
+from tercet.report.render import escape, render_page
 from tercet.report.verdict import Verdict
+from tercet.telemetry.units import quantity
 
 # Settings that decide which text a loss is measured on.
 _LOSS_KEYS = ("data.source", "data.path", "data.python", "data.mixture", "data.synthetic", "data.hub", "data.tokenizer",
@@ -68,6 +69,22 @@ def comparison_page(runs: list[Column], created: str) -> str:
     )
 
 
+def figure_table(runs: list[Column]) -> list[list[str]]:
+    """The key figures as text: a heading, then one row per figure."""
+    rows = [[row["name"], *(f"{c['value']} {c['ratio']}".rstrip() for c in row["cells"])] for row in _figure_rows(runs)]
+    return [["", *(c.label for c in runs)], *rows]
+
+
+def figure_note(runs: list[Column]) -> str:
+    return f"×: relative to {runs[0].label}. {loss_caution([c.run for c in runs])}".rstrip()
+
+
+def comparison_markdown(runs: list[Column]) -> str:
+    heading, *rows = ["| " + " | ".join(map(escape, row)) + " |" for row in figure_table(runs)]
+    lines = [f"# Comparison of {len(runs)} runs", "", heading, "|" + "---|" * (len(runs) + 1), *rows]
+    return "\n".join([*lines, "", escape(figure_note(runs)), ""])
+
+
 def differences(tables: Sequence[Any]) -> list[dict[str, Any]]:
     """Rows for the keys whose values differ between the tables."""
     keys = dict.fromkeys(k for table in tables for k in table)
@@ -107,7 +124,7 @@ def loss_caution(runs: Sequence[Run]) -> str:
 
 def _figure_rows(runs: list[Column]) -> list[dict[str, Any]]:
     """One row per figure: each run's value, and how many times the first run's it is."""
-    tables = [{f.name: f for f in _with_bits_per_byte(c.run)} for c in runs]
+    tables = [{f.name: f for f in _figures(c.run)} for c in runs]
     same_tokens = len({c.run.config["data.tokenizer"] for c in runs if "data.tokenizer" in c.run.config}) < 2
     rows = []
     for name in dict.fromkeys(n for t in tables for n in t):
@@ -120,9 +137,12 @@ def _figure_rows(runs: list[Column]) -> list[dict[str, Any]]:
     return rows
 
 
-def _with_bits_per_byte(run: Run) -> list[KeyFigure]:
-    """The key figures, and the validation loss in a unit that does not depend on the tokenizer, if that is known."""
+def _figures(run: Run) -> list[KeyFigure]:
+    """Parameters, the key figures, and the validation loss per byte, which no tokenizer changes, if that is known."""
     figures = key_figures(run)
+    if run.started:
+        parameters = run.started[-1].parameters
+        figures.insert(0, KeyFigure("parameters", quantity(parameters), number=parameters))
     last = run.validations[-1] if run.validations else None
     if last is None:
         return figures
