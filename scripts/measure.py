@@ -28,6 +28,7 @@ CPU, to test this script.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -36,29 +37,47 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from measurements import decode, fp8, operator, profiles, shapes, steps, train
-from measurements.part import ROOT, Part, Warmup
+if TYPE_CHECKING:
+    from measurements.part import Warmup
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Part(NamedTuple):
+    """Names the part's functions in measurements/. They are imported when needed: with torch, that takes seconds."""
+
+    measure: str  # yields result rows; True: toy sizes
+    seconds: float  # time limit
+    warmups: str | None = None
+    compile: str | None = None  # runs once what a job of compile_job names
+    gpu_only: bool = False
+
 
 PARTS = {
-    "train": Part(train.train, 260, train.warmups),
-    "operator": Part(operator.operator, 160, operator.operator_warmups, operator.compile_shapes),
-    "decode": Part(decode.attention, 60, decode.attention_warmups, decode.compile_attention),
-    "decode-model": Part(decode.models, 110, decode.model_warmups, decode.compile_model),
-    "growth": Part(operator.growth, 80, operator.growth_warmups, operator.compile_shapes),
-    "shapes": Part(shapes.shapes, 200, shapes.warmups, shapes.compile_family),
-    "large": Part(steps.large, 250, steps.large_warmups),
-    "kernels": Part(profiles.kernels, 90, train.warmups),
-    "blocks": Part(steps.blocks, 170, steps.blocks_warmups),
-    "fp8": Part(fp8.fp8, 40, fp8.warmups, fp8.compile_casts),
-    "batches": Part(steps.batches, 100, steps.batches_warmups),
-    "million": Part(steps.million, 80),
+    "train": Part("train.train", 260, "train.warmups"),
+    "operator": Part("operator.operator", 160, "operator.operator_warmups", "operator.compile_shapes"),
+    "decode": Part("decode.attention", 60, "decode.attention_warmups", "decode.compile_attention", gpu_only=True),
+    "decode-model": Part("decode.models", 110, "decode.model_warmups", "decode.compile_model"),
+    "growth": Part("operator.growth", 80, "operator.growth_warmups", "operator.compile_shapes"),
+    "shapes": Part("shapes.shapes", 200, "shapes.warmups", "shapes.compile_family"),
+    "large": Part("steps.large", 250, "steps.large_warmups"),
+    "kernels": Part("profiles.kernels", 90, "train.warmups", gpu_only=True),
+    "blocks": Part("steps.blocks", 170, "steps.blocks_warmups"),
+    "fp8": Part("fp8.fp8", 40, "fp8.warmups", "fp8.compile_casts"),
+    "batches": Part("steps.batches", 100, "steps.batches_warmups"),
+    "million": Part("steps.million", 80),
 }
 # what every run should measure
 MAIN = ("train", "decode", "decode-model", "operator", "growth", "kernels", "batches", "million")
+
+
+def function(name: str) -> Callable[..., Any]:
+    module, _, attribute = name.partition(".")
+    return getattr(importlib.import_module(f"measurements.{module}"), attribute)
 
 
 # Compiling in parallel
@@ -66,7 +85,8 @@ MAIN = ("train", "decode", "decode-model", "operator", "growth", "kernels", "bat
 
 def warmups(names: list[str]) -> list[Warmup]:
     """The jobs of these parts, slowest first."""
-    jobs = {tuple(job.argv): job for name in names for job in PARTS[name].warmups()}
+    given = [function(part.warmups)() for part in map(PARTS.__getitem__, names) if part.warmups]
+    jobs = {tuple(job.argv): job for jobs in given for job in jobs}
     return sorted(jobs.values(), key=lambda job: -job.seconds)
 
 
@@ -123,6 +143,8 @@ def _stop(process: subprocess.Popen[Any]) -> None:
 
 def describe() -> dict[str, Any]:
     """Date, device and versions, for every result file."""
+    import torch
+
     import tercet
 
     cuda = torch.cuda.is_available()
@@ -153,7 +175,7 @@ def run_part(name: str, out: Path, quick: bool, about: dict[str, Any]) -> None:
     """Measure one part in this process, saving after every row."""
     started = time.time()
     result = {"part": name, **about, "quick": quick, "complete": False, "seconds": 0.0, "results": []}
-    for row in PARTS[name].measure(quick):
+    for row in function(PARTS[name].measure)(quick):
         result["results"].append(row)
         _save(result, out / f"{name}.json", started)
     result["complete"] = True
@@ -182,7 +204,7 @@ def main() -> int:
         part, _, what = args.compile.partition(":")
         job = PARTS[part].compile
         assert job is not None, part
-        job(what)
+        function(job)(what)
         return 0
     if args.part:
         run_part(args.part, args.out, args.quick, json.loads(args.about))
@@ -193,6 +215,7 @@ def main() -> int:
     for file in (args.out / f"{name}.json" for name in names):
         if args.quick and file.exists() and not json.loads(file.read_text(encoding="utf-8")).get("quick"):
             parser.error(f"{file} holds measured results, and --quick would replace them: give another folder")
+    print(f"{', '.join(names)}: {'toy sizes' if args.quick else f'at most {args.seconds:.0f} s'}", flush=True)
     started = time.time()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # many processes compile at once
     args.out.mkdir(parents=True, exist_ok=True)
@@ -214,6 +237,10 @@ def main() -> int:
         limit = min(PARTS[name].seconds, left) if not args.quick else 600
         file = args.out / f"{name}.json"
         file.unlink(missing_ok=True)  # never mix results of two runs
+        if args.quick and PARTS[name].gpu_only:
+            outcomes.append(f"{name:9} skipped: needs a GPU, and --quick runs on a CPU")
+            print(outcomes[-1], flush=True)
+            continue
         if limit < 10:
             outcomes.append(f"{name:9} skipped: no time left")
             complete = False

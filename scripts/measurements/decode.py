@@ -15,8 +15,8 @@ BATCHES = (1, 16)
 CONTEXTS = (65536, 2048, 16384)  # by importance
 
 
-def attention(quick: bool) -> Iterator[dict[str, Any]]:
-    for selector in () if quick else SELECTORS:
+def attention(_: bool) -> Iterator[dict[str, Any]]:
+    for selector in SELECTORS:
         for context in CONTEXTS:
             for row in attention_rows(HEADS["P"], list(BATCHES), [context], False, selector):
                 yield {"selector": selector, **row}

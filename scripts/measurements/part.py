@@ -1,13 +1,12 @@
-"""What a part of scripts/measure.py is, and what the parts share."""
+"""What the parts of scripts/measure.py share."""
 
 from __future__ import annotations
 
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -22,17 +21,6 @@ class Warmup(NamedTuple):
     seconds: float  # rough; long jobs start first
     gib: float  # device memory it needs
     argv: list[str]
-
-
-def _nothing() -> list[Warmup]:
-    return []
-
-
-class Part(NamedTuple):
-    measure: Callable[[bool], Iterator[dict[str, Any]]]  # yields result rows; True: toy sizes
-    seconds: float  # time limit
-    warmups: Callable[[], list[Warmup]] = _nothing
-    compile: Callable[[str], None] | None = None  # runs once what a job of compile_job names
 
 
 def compile_job(part: str, names: str, seconds: float, gib: float) -> Warmup:
