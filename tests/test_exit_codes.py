@@ -63,7 +63,7 @@ plan --config nowhere.toml                                                   con
 config diff tiny                                                         compares two presets, TOML files or run folders
 config diff tiny nothing                                            nothing is not a preset, a TOML file or a run folder
 presets tiny                                                                 tercet presets takes no arguments
-bench train --batches 1,0                                                    batches=0 must be at least 1
+bench train --batches 1,0                                                    --batches 0 is too small
 bench train --preset tinny                                                   unknown preset tinny: did you mean tiny?
 sweep --strategies bogus                     --strategies bogus: bogus is unknown: pick from single, ddp, fsdp, hsdp, cp
 sweep --checkpointing some                        --checkpointing some: some is unknown: pick from none, full, selective
@@ -148,7 +148,7 @@ import hf empty text.txt/out                                                 OUT
 sweep --preset tiny --out text.txt/o                                         --out text.txt/o cannot be written
 sweep --steps 1 --out o                                                      --steps 1 is too small
 bench decode --batches x                                                     --batches x: x is not an integer
-bench decode --contexts 5                                                    contexts=5 is too short
+bench decode --contexts 5                                                    --contexts 5 is too short
 bench decode --heads X                                                       --heads X is unknown
 bench attention --shapes P9k                                                 --shapes P9k is unknown
 bench attention --inputs rough                                               --inputs rough is unknown
@@ -167,12 +167,18 @@ bench train --preset tiny --settings train.tokens_per_step=8192              tra
 bench train --preset tiny --settings train.cuda_graph=on                     use --cuda-graph
 bench train --preset tiny-dense                                              --kinds nsa with model.attention=dense
 bench train --preset tiny --seconds 0                                        --seconds 0 is too short
-bench layer --repeats 0                                                      repeats=0 must be at least 1
-bench layer --tokens 0                                                       tokens=0 must be at least 1
-bench tune --workers 0                                                       workers=0 must be at least 1
-bench decode --steps 0                                                       steps=0 must be at least 1
+bench layer --repeats 0                                                      --repeats 0 is too small
+bench layer --tokens 0                                                       --tokens 0 is too small
+bench tune --workers 0                                                       --workers 0 is too small
+bench decode --steps 0                                                       --steps 0 is too small
+bench decode --model-batches 0                                               --model-batches 0 is too small
+bench attention --rows 0                                                     --rows 0 is too small
+bench attention --correlation -3                                             --correlation -3 is out of range
+bench attention --correlation nan                                            --correlation nan is out of range
+bench attention --budget 0                                                   --budget 0 is out of range
+bench train --preset tiny --compile yes                                      --compile yes is unknown
 bench decode --no-attention --model-contexts ,                               nothing to measure
-bench decode --preset tiny-dense --no-attention --model-contexts 64          model.attention=dense in tiny-dense
+bench decode --preset tiny-dense --no-attention --model-contexts 64          --preset tiny-dense with model.attention
 bench attention --inputs recorded:empty                                      empty is a folder
 bench train --preset tiny --steps 0                                          --steps 0 is too small
 bench train --preset tiny --out text.txt/o.json                              --out text.txt/o.json cannot be written

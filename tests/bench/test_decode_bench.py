@@ -19,6 +19,7 @@ def test_both_kinds_are_measured_and_their_keys_counted(capsys, monkeypatch) -> 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert decode(preset="tiny", model_contexts=(96, 200), model_batches=(1, 2), steps=4) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert "contexts 96, 200 with batches 1, 2" in lines[1]
     assert any("attention step skipped" in line for line in lines)
     result = json.loads(lines[-1])
     rows = {(row["kind"], row["context"], row["batch"]): row for row in result["model"]}
@@ -96,7 +97,7 @@ def test_a_cell_out_of_memory_is_reported_and_the_others_are_measured(capsys, mo
 
 
 def test_a_context_too_short_for_the_measurement_fails(capsys) -> None:
-    with pytest.raises(TercetError, match=r"contexts=200 is too short.*give at least 201"):
+    with pytest.raises(TercetError, match=r"--contexts 200 is too short.*give at least 201"):
         decode(contexts=(4096, 200), model_contexts=())
     assert capsys.readouterr().out == ""
     model = {"preset": "tiny", "model_contexts": (64,), "model_batches": (1,), "steps": 4}

@@ -17,7 +17,8 @@ def bench(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, object], s
 
 
 def test_both_layers_are_timed_and_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    code, last, _ = bench(capsys)
+    code, last, said = bench(capsys)
+    assert "1 shape: 1 x 80 tokens" in said.splitlines()[1]
     (row,) = last["results"]  # type: ignore[misc]
     assert (code, last["correct"], row["error"]) == (0, None, None)  # the reference ran: nothing to compare it with
     assert row["times_dense"] == row["dense_ms"] / row["nsa_ms"] > 0

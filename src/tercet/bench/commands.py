@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from tercet.bench.settings import parse_settings
-from tercet.inference.arguments import at_least_one, check_known
+from tercet.config.sections import Switch
+from tercet.errors import TercetError, UsageError
+from tercet.inference.arguments import check_known
 
 
 def attention(
@@ -38,6 +41,12 @@ def attention(
         graph: Also time CUDA graphs, at head size 64.
         dense_once: Time dense attention once per shape, not once per kind of inputs.
     """
+    _check_at_least(1, rows=rows)
+    _check_at_least(0, dense_limit=dense_limit)
+    if not 0 <= correlation <= 1:
+        raise UsageError(f"--correlation {correlation:g} is out of range: give a number from 0 to 1")
+    if not 0 < budget < math.inf:
+        raise UsageError(f"--budget {budget:g} is out of range: give a number of seconds above 0")
     from tercet.bench.attention import Options, main
 
     return main(shapes, inputs, Options(correlation, dense, dense_limit, rows, budget, profile, graph), dense_once)
@@ -58,8 +67,7 @@ def layer(
         compile: Use torch.compile.
         repeats: Timings per layer; the median is reported.
     """
-    _check_sizes(lengths=lengths)
-    at_least_one(tokens=tokens, repeats=repeats)
+    _check_at_least(1, lengths=lengths, tokens=tokens, repeats=repeats)
     from tercet.bench.layer import main
 
     return main(lengths, tokens, compile, repeats)
@@ -74,11 +82,10 @@ def tune(*, shapes: tuple[str, ...] = ("P64k", "C1x16k"), kernels: tuple[str, ..
         workers: Processes that compile before timing starts.
     """
     from tercet.attention.hardware import TRITON_INSTALLED
-    from tercet.errors import TercetError
 
+    _check_at_least(1, workers=workers)
     if not TRITON_INSTALLED:
         raise TercetError("tercet bench tune times Triton's kernels and Triton is not installed: pip install triton")
-    at_least_one(workers=workers)
     from tercet.bench.tune import CANDIDATES, main
 
     return main(shapes, kernels or tuple(CANDIDATES), workers)
@@ -113,8 +120,8 @@ def decode(
         settings: More configuration keys of the whole model, e.g. model.gate=none,model.compress_selected_keys=false.
         profile: Also print the time of each kernel of the attention step.
     """
-    _check_sizes(batches=batches, contexts=contexts, model_batches=model_batches, model_contexts=model_contexts)
-    at_least_one(steps=steps)
+    _check_at_least(1, batches=batches, contexts=contexts, steps=steps)
+    _check_at_least(1, model_batches=model_batches, model_contexts=model_contexts)
     from tercet.bench.decode import HEADS, main
 
     check_known("--heads", [heads], HEADS)
@@ -139,10 +146,10 @@ def train(
     packed: tuple[str, ...] = (),
     plain: tuple[str, ...] = (),
     statistics: bool = True,
-    compile: str = "auto",
-    cuda_graph: str = "off",
+    compile: Switch = "auto",
+    cuda_graph: Switch = "off",
     settings: str = "",
-    device: str = "auto",
+    device: Literal["auto", "cuda", "cpu"] = "auto",
     seconds: float = 600,
     out: str | None = None,
     picture: str | None = None,
@@ -176,12 +183,12 @@ def train(
     """
     from pathlib import Path
 
-    _check_sizes(lengths=lengths, batches=batches)
+    _check_at_least(1, lengths=lengths, batches=batches, tokens=tokens, batch_length=batch_length, steps=steps)
+    _check_at_least(0, repeats=repeats)
     from tercet.bench.train import PICTURES, check_place, check_settings, main, read_results
 
     if plot is not None:
         from tercet.bench.plots import heat_maps
-        from tercet.errors import UsageError
 
         if picture is None:
             raise UsageError(f"--plot {plot} needs an output file: add --picture FILE.svg")
@@ -201,6 +208,8 @@ def train(
     )  # fmt: skip
 
 
-def _check_sizes(**lists: tuple[int, ...]) -> None:
-    for name, sizes in lists.items():
-        at_least_one(**{name: min(sizes, default=None)})
+def _check_at_least(least: int, **flags: int | tuple[int, ...]) -> None:
+    for name, given in flags.items():
+        smallest = min(given, default=least) if isinstance(given, tuple) else given
+        if smallest < least:
+            raise UsageError(f"--{name.replace('_', '-')} {smallest} is too small: give at least {least}")

@@ -44,12 +44,16 @@ def main(
         raise UsageError("--no-attention without --model-contexts: nothing to measure")
     if attention and (short := [n for n in contexts if n <= _MARGIN]):
         raise UsageError(
-            f"contexts={short[0]} is too short: the attention step appends {_MARGIN} tokens while it is timed; "
+            f"--contexts {short[0]} is too short: the attention step appends {_MARGIN} tokens while it is timed; "
             f"give at least {_MARGIN + 1}, or --no-attention"
         )
     cuda = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if cuda else "CPU"
     print(f"{name}, torch {torch.__version__}")
+    if model_contexts:
+        print(f"model: {_work(model_contexts, model_batches)}; {steps} tokens per timing")
+    if attention:
+        print(f"attention step: {_work(contexts, batches)}" if cuda else "attention step skipped: it needs a GPU")
     result: dict[str, Any] = {"bench": "decode", "device": name, "torch": torch.__version__}
     if selector is not None:
         result["selector"] = selector
@@ -57,15 +61,17 @@ def main(
         result["settings"] = settings
     if model_contexts:
         result["model"] = model_rows(preset, model_batches, model_contexts, steps, selector, settings)
-    if attention and not cuda:
-        print("attention step skipped: it needs a GPU")
-    elif attention:
+    if attention and cuda:
         result["attention"] = attention_rows(HEADS[heads], batches, contexts, profile, selector or "compressed")
     rows = (*result.get("model", ()), *result.get("attention", ()))
     checked = [row["correct"] for row in rows if "correct" in row]
     correct = all(checked) if checked else None  # None: nothing was compared with the reference
     print(json.dumps({**result, "correct": correct}))
     return 1 if correct is False else 0
+
+
+def _work(contexts: Sequence[int], batches: Sequence[int]) -> str:
+    return f"NSA and dense at contexts {', '.join(map(str, contexts))} with batches {', '.join(map(str, batches))}"
 
 
 # ------------------------------------------------------------ the attention step

@@ -45,7 +45,7 @@ def model_rows(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = load(preset=preset, flags=settings).config.model
     if "nsa" in kinds and is_all_dense(config.attention):
-        raise UsageError(f"model.attention={config.attention} in {preset}: give a preset with sparse layers")
+        raise UsageError(f"--preset {preset} with model.attention={config.attention}: give a preset with sparse layers")
     if selector is not None:
         config = config.model_copy(update={"selector": selector})
     print(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tercet.errors import UsageError
 from tercet.model.dense import DenseAttention
 from tercet.model.nsa import NativeSparseAttention
+from tercet.telemetry.units import plural
 
 # Allowed ‖Δ‖/‖reference‖ of the output
 _TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
@@ -31,9 +32,14 @@ def main(lengths: Sequence[int], tokens: int, compile: bool, repeats: int) -> in
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    shapes = [(max(1, tokens // length), length) for length in lengths]
     print(f"{name}, torch {torch.__version__}, {dtype}, dim 768, 12 heads, 2 KV heads, head 64, normal inputs")
+    print(
+        f"{plural(len(shapes), 'shape')}: {', '.join(f'{batch} x {length}' for batch, length in shapes)} tokens; "
+        f"NSA and dense{', compiled' * compile}, forward + backward, median of {repeats}"
+    )
     print(f"{'T':>8} {'batch':>6} {'error':>9} {'NSA ms':>9} {'dense ms':>9} {'× dense':>8}  backend")
-    results = [_at(length, max(1, tokens // length), device, dtype, compile, repeats) for length in lengths]
+    results = [_at(length, batch, device, dtype, compile, repeats) for batch, length in shapes]
     verdicts = {row["correct"] for row in results}
     correct = False if False in verdicts else None if None in verdicts else True
     print(json.dumps({"bench": "layer", "device": name, "compiled": compile, "correct": correct, "results": results}))

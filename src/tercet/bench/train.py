@@ -330,10 +330,6 @@ def main(
     statistics: bool, flags: dict[str, Any], seconds: float, out: Path | None, picture: Path | None,
 ) -> int:  # fmt: skip
     started = time.time()
-    whole = {"--tokens": (tokens, 1), "--batch_length": (batch_length, 1), "--steps": (steps, 1)}
-    for flag, (number, least) in (whole | {"--repeats": (repeats, 0)}).items():
-        if number < least:
-            raise UsageError(f"{flag} {number} is too small: give at least {least}")
     cells = cells_of(preset, kinds, lengths, tokens, batches, batch_length, checkpointing, packed, plain)
     if seconds <= 0:
         raise UsageError(f"--seconds {seconds:g} is too short: give more than 0")
