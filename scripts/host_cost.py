@@ -2,10 +2,10 @@
 
     python scripts/host_cost.py [--tokens 65536] [--document 2048] [--plain | --unbounded]
 
-Prints for each operator (m7c's heads, bf16, Hopper settings) its launches, the microseconds of a replay
-(kernels/replay.py) and of a call without one, and the functions that take most of the latter. Times are the least of
-many calls; tensors have no memory. Excludes Triton's launcher, the driver, Inductor's wrapper and ATen kernels. Shares
-carry over to other machines, microseconds do not.
+Prints for each operator (m7c's heads, bf16, Hopper settings) its launches, the microseconds of a replay, if it has one
+(kernels/replay.py: not with packed documents), and of a call without, and the functions that take most of the latter.
+Times are the least of many calls; tensors have no memory. Excludes Triton's launcher, the driver, Inductor's wrapper
+and ATen kernels. Shares carry over to other machines, microseconds do not.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def compile_nothing(self: JITFunction, *args: Any, grid: Any, warmup: bool, **op
 
 def measured(name: str, call: Callable[[], Any]) -> None:
     times = []
+    replay.forget_tapes()
     for replays in (True, False):
         replay.can_replay = lambda x, replays=replays: replays  # type: ignore[assignment, misc]
         call()
@@ -71,7 +72,8 @@ def measured(name: str, call: Callable[[], Any]) -> None:
     launches, own = len(launched), profiled(call)
     most = sorted(own.items(), key=lambda item: -item[1])[:3]
     first = ", ".join(f"{function} {100 * seconds / sum(own.values()):.0f}%" for function, seconds in most)
-    print(f"{name:16} {launches:3d} launches, replayed {times[0]:5.0f} us, else {times[1]:5.0f} us: {first}")
+    replayed = f"replayed {times[0]:5.0f} us, else" if any(replay._tapes.values()) else "not replayed,"
+    print(f"{name:16} {launches:3d} launches, {replayed} {times[1]:5.0f} us: {first}")
 
 
 def profiled(call: Callable[[], Any]) -> dict[str, float]:
