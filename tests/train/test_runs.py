@@ -418,6 +418,8 @@ def test_a_run_with_muon_resumes_exactly(tmp_path: Path) -> None:
     train_small(whole, **muon)
     middle = str(whole / "checkpoints" / "step-00000002")
     train_small(resumed, **muon, resume=middle)
+    for row in rows(resumed / "training.csv"):
+        assert float(row["muon_lr"]) == pytest.approx(float(row["lr"]) * 1e-3 / small().train.lr)
     assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 2}
     expected, got = tensors(whole), tensors(resumed)
     assert expected.keys() == got.keys()

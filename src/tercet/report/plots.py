@@ -215,9 +215,13 @@ def throughput_plot(run: Run, baseline: Run | None) -> Plot | None:
 def learning_rate_plot(run: Run) -> Plot | None:
     if len(run.steps) < 2:
         return None
+    muon = [(e.step, e.muon_lr) for e in run.steps if e.muon_lr is not None]
 
     def paint(axes: Any) -> None:
-        axes.plot([e.step for e in run.steps], [e.lr for e in run.steps], color=ORANGE)
+        axes.plot([e.step for e in run.steps], [e.lr for e in run.steps], color=ORANGE, label="AdamW")
+        if muon:
+            axes.plot(*zip(*muon, strict=True), color=BLUE, label="Muon")
+            axes.legend(loc="best")
         axes.set_ylim(bottom=0)
         axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
         label_step_axis(axes, "learning rate")

@@ -86,6 +86,7 @@ class StepLogged(Event, kind="step", measured=True):
     skipped: int  # non-finite steps since the start of the run
     epoch: int
     bad_records: int = 0  # skipped since the start of the run
+    muon_lr: float | None = None  # Muon's, before train.muon.adjust_lr_fn; None with AdamW
     first_step: int  # of the interval
     losses: list[float]
     grad_norms: list[float]

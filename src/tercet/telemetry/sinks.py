@@ -51,7 +51,7 @@ from tercet.telemetry.events import (
 
 TRAINING_COLUMNS = (
     "step", "loss", "lr", "tokens_per_s", "grad_norm", "tokens", "step_seconds", "data_seconds", "mfu", "memory_gib",
-    "skipped", "epoch", "bad_records", "time",
+    "skipped", "epoch", "bad_records", "muon_lr", "time",
 )  # fmt: skip
 VALIDATION_COLUMNS = ("step", "loss", "tokens", "seconds", "time")
 # Per-layer statistics, as LayersObserved names them.
@@ -282,7 +282,7 @@ class WandbSink:
 def scalars(event: Event) -> dict[str, float]:
     """The numbers of an event, by the name they have in TensorBoard and W&B."""
     if isinstance(event, StepLogged):
-        names = ("loss", "lr", "grad_norm", "tokens_per_s", "memory_gib", "skipped", "data_seconds", "mfu")
+        names = ("loss", "lr", "muon_lr", "grad_norm", "tokens_per_s", "memory_gib", "skipped", "data_seconds", "mfu")
         return {f"train/{n}": getattr(event, n) for n in names if getattr(event, n) is not None}
     if isinstance(event, Validated):
         return {"validation/loss": event.loss}

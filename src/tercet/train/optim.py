@@ -211,6 +211,11 @@ def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
+def muon_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> float | None:
+    """Muon's learning rate where AdamW's is `lr`; None without Muon."""
+    return next((lr * group["lr_factor"] for group in optimizer.param_groups if "parts" in group), None)
+
+
 def selector_group(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """The parameters of learned selectors, which have their own clipping and learning rate; None if there are none."""
     return next((group for group in optimizer.param_groups if "clip" in group), None)

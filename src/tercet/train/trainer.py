@@ -48,7 +48,7 @@ from tercet.train.device import device_name, environment, peak_memory_gib, pick_
 from tercet.train.dump import write_dump
 from tercet.train.hooks import StopSignals, attach, run_started
 from tercet.train.manifest import describe_newest, run_of
-from tercet.train.optim import learning_rate
+from tercet.train.optim import learning_rate, muon_learning_rate
 from tercet.train.ranks import join_run, rank_context
 from tercet.train.resume import abandon_later, check_requirements, find_start, load_run_tokenizer
 from tercet.train.run_folder import FILE_LISTS, RunFolder
@@ -392,10 +392,12 @@ class Trainer:
             halting += self.observer.observe(event)
             if halted := state.guard.halted_at():
                 self._halt(halted, [m.nonfinite for m in measured if m.step <= halted])
+        lr = learning_rate(config.train, state.step)
         logged = events.StepLogged(
             step=state.step,
             loss=measured[-1].loss,
-            lr=learning_rate(config.train, state.step),
+            lr=lr,
+            muon_lr=muon_learning_rate(state.optimizer, lr),
             grad_norm=measured[-1].grad_norm,
             tokens=state.tokens,
             tokens_per_s=speed,
