@@ -92,6 +92,7 @@ train --preset tiny --model.vocab_size 100 --run.dir empty                   mod
 train --preset tiny --train.init_from nowhere --run.dir new                  train.init_from=nowhere does not exist
 train --preset tiny --train.init_from no.safetensors --run.dir new           no.safetensors does not exist
 train --preset tiny --run.device cpu --train.cuda_graph on --run.dir new     train.cuda_graph=on on a cpu
+plan --preset tiny --run.device cpu --train.cuda_graph on                    train.cuda_graph=on on a cpu
 report                                                                       no run folder given
 report nowhere                                                               nowhere is not a folder
 report empty                                                                 empty has no events

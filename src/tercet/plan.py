@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tercet.config.schema import RunConfig
+from tercet.config.schema import RunConfig, uses_cuda_graph
 from tercet.config.sections import resolved_precision
 from tercet.doctor.memory import Fix, as_stage_fields, find_fixes, fits, step_memory, usable
 from tercet.errors import TercetError, UsageError
@@ -39,6 +39,10 @@ class Device:
     @property
     def is_gpu(self) -> bool:
         return self.utilisation == GPU_UTILISATION and self.name != "CPU"
+
+    @property
+    def type(self) -> str:
+        return "cuda" if self.is_gpu else "cpu"
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,8 @@ def find_device(wanted: str, gpu: str | None = None) -> Device:
 
 
 def make_plan(config: RunConfig, device: Device) -> CostPlan:
-    """Estimate the cost of a run on this device."""
+    """Estimate the cost of a run on this device. Refuses a CUDA graph where training does."""
+    uses_cuda_graph(config, device.type)
     shuffle = config.largest_shuffle.shuffle_warning(config.data.max_vocab(config.model.vocab_size))
     warnings = () if shuffle is None else (shuffle,)
     if not config.train.stages:
@@ -129,7 +134,7 @@ def make_plan(config: RunConfig, device: Device) -> CostPlan:
 
 def _plan_stage(config: RunConfig, steps: int, device: Device) -> CostPlan:
     model, parallel, length = config.model, config.parallel, config.data.seq_len
-    precision = resolved_precision(config.train.precision, "cuda" if device.is_gpu else "cpu")
+    precision = resolved_precision(config.train.precision, device.type)
     flops = cost.flops_per_token(model, length, selectors_only=config.train.selector.only)
     tokens = steps * config.train.tokens_per_step
     # The known peak is bf16 on a GPU and fp32 on a CPU; it says nothing about the other precision.

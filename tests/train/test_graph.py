@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import runs
 from runs import events_of, losses, small
 from stepping import SimulatedClock, SteppedModel
+from tercet.config.schema import uses_cuda_graph
 from tercet.errors import TercetError
 from tercet.model.layer import AttentionLayer
 from tercet.model.loss import IGNORED
@@ -41,7 +42,7 @@ from tercet.train import trainer as loop
 from tercet.train.cuda_graph import StepGraph, capacity_for, fill_bounds
 from tercet.train.graph_choice import GraphChoice
 from tercet.train.interval import Interval
-from tercet.train.state import TrainState, uses_compile, uses_cuda_graph
+from tercet.train.state import TrainState, uses_compile
 from tercet.train.step import MicroBatch, NonFiniteGuard
 from tercet.train.trainer import train
 
@@ -429,15 +430,14 @@ def test_a_resumed_run_keeps_its_document_capacity(tmp_path: Path, graphs_anywhe
 def test_graphs_are_refused_without_a_gpu_or_with_several_ranks(
     device: str, changes: dict[str, str], refusal: str | None
 ) -> None:
-    where = torch.device(device)
     if refusal is None:
-        assert uses_cuda_graph(small(train__cuda_graph="on", **changes), where)
+        assert uses_cuda_graph(small(train__cuda_graph="on", **changes), device)
     else:
         with pytest.raises(TercetError, match=refusal) as refused:
-            uses_cuda_graph(small(train__cuda_graph="on", **changes), where)
+            uses_cuda_graph(small(train__cuda_graph="on", **changes), device)
         assert "--train.cuda_graph off" in str(refused.value)
-    assert uses_cuda_graph(small(**changes), where) == (refusal is None)  # auto is the default
-    assert not uses_cuda_graph(small(train__cuda_graph="off", **changes), where)
+    assert uses_cuda_graph(small(**changes), device) == (refusal is None)  # auto is the default
+    assert not uses_cuda_graph(small(train__cuda_graph="off", **changes), device)
 
 
 def test_blocks_that_exchange_keys_are_not_compiled() -> None:
@@ -450,9 +450,8 @@ def test_blocks_that_exchange_keys_are_not_compiled() -> None:
 
 
 def test_a_deterministic_run_does_not_choose_by_timing() -> None:
-    gpu = torch.device("cuda")
-    assert not uses_cuda_graph(small(run__deterministic=True), gpu)
-    assert uses_cuda_graph(small(run__deterministic=True, train__cuda_graph="on"), gpu)
+    assert not uses_cuda_graph(small(run__deterministic=True), "cuda")
+    assert uses_cuda_graph(small(run__deterministic=True, train__cuda_graph="on"), "cuda")
 
 
 def test_the_first_error_of_a_capture_is_reported() -> None:

@@ -21,6 +21,7 @@ from tercet.config.sections import (
     SelectorConfig,
     TrainConfig,
 )
+from tercet.errors import UsageError
 from tercet.model.config import ModelConfig
 
 
@@ -281,6 +282,27 @@ class RunConfig(Section):
     def sample_prompt(self) -> str:
         """What text samples begin with; empty for the beginning of a document."""
         return self.train.sample_prompt or ("def " if self.data.source == "python-source" else "")
+
+
+def uses_cuda_graph(config: RunConfig, device_type: str) -> bool:
+    """Whether passes may run as CUDA graphs: on request, or with `auto` where nothing prevents it."""
+    if config.train.cuda_graph == "off":
+        return False
+    problem = cuda_graph_problem(config, device_type)
+    if problem is not None and config.train.cuda_graph == "on":
+        raise UsageError(f"train.cuda_graph=on {problem}; use --train.cuda_graph off, or auto")
+    return problem is None
+
+
+def cuda_graph_problem(config: RunConfig, device_type: str) -> str | None:
+    """Why passes cannot run as CUDA graphs."""
+    if device_type != "cuda":
+        return f"on a {device_type}: CUDA graphs need a GPU"
+    if config.parallel.strategy != "single":
+        return f"with parallel.strategy={config.parallel.strategy}: communication between ranks cannot be captured"
+    if config.run.deterministic and config.train.cuda_graph == "auto":
+        return "with run.deterministic: auto depends on measured times, and a graph changes the last bits"
+    return None
 
 
 def largest_divisor(number: int, largest: int) -> int:

@@ -19,7 +19,7 @@ from tercet import hints
 from tercet.atomic_io import write_json
 from tercet.config.keys import flatten
 from tercet.config.load import describe
-from tercet.config.schema import RunConfig
+from tercet.config.schema import RunConfig, cuda_graph_problem, uses_cuda_graph
 from tercet.config.sections import resolved_precision
 from tercet.doctor.memory import as_stage_fields, largest_stage, shortage, step_memory, with_flags
 from tercet.errors import TercetError, UsageError, is_out_of_memory
@@ -42,7 +42,7 @@ from tercet.train import manifest
 from tercet.train.device import device_name
 from tercet.train.run_folder import RunFolder
 from tercet.train.stages import step_flops
-from tercet.train.state import TrainState, cuda_graph_problem, uses_compile, uses_cuda_graph
+from tercet.train.state import TrainState, uses_compile
 
 METRICS = "metrics.json"
 ANNOUNCED_STEP = 60  # seconds: a note announces a first step that takes longer
@@ -99,7 +99,7 @@ def _execution(config: RunConfig, device: torch.device) -> list[str]:
     options = ["bf16 with fp32 weights" if precision_of(config, device) == "bf16" else "fp32"]
     if uses_compile(config, device):
         options.append("compiled blocks")
-    if uses_cuda_graph(config, device):
+    if uses_cuda_graph(config, device.type):
         options.append("CUDA graphs if launch-bound" if train.cuda_graph == "auto" else "CUDA graphs")
     if train.activation_checkpointing != "none":
         options.append(f"{train.activation_checkpointing} activation checkpointing")
@@ -185,7 +185,7 @@ def config_lines(config: RunConfig, origins: Mapping[str, str], folder: Path) ->
 def eager_lines(config: RunConfig, origins: Mapping[str, str], device: torch.device) -> list[str]:
     """A message if a flag asks for train.cuda_graph=auto in a run that cannot have graphs."""
     asked = origins.get("train.cuda_graph") == "flag" and config.train.cuda_graph == "auto"
-    problem = cuda_graph_problem(config, device) if asked else None
+    problem = cuda_graph_problem(config, device.type) if asked else None
     return [f"train.cuda_graph=auto {problem}; steps run eagerly"] if problem else []
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tercet.config.schema import RunConfig
+from tercet.config.schema import RunConfig, uses_cuda_graph
 from tercet.config.sections import SelectorConfig
 from tercet.errors import UsageError
 from tercet.model.config import ModelConfig
@@ -81,7 +81,7 @@ def build_state(
     config: RunConfig, device: torch.device, strategy: Strategy, start: resume.FoundCheckpoint | None
 ) -> TrainState:
     """A new state, or the one saved in the checkpoint `start`."""
-    use_graph = uses_cuda_graph(config, device)  # raises before anything is built
+    use_graph = uses_cuda_graph(config, device.type)  # raises before anything is built
     seed_all(config.run.seed)
     model = strategy.build_model(lambda: _build_model(config), device)
     if config.train.selector.only:
@@ -191,27 +191,6 @@ def uses_compile(config: RunConfig, device: torch.device) -> bool:
             )
         return False
     return config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
-
-
-def uses_cuda_graph(config: RunConfig, device: torch.device) -> bool:
-    """Whether passes may run as CUDA graphs: on request, or with `auto` where nothing prevents it."""
-    if config.train.cuda_graph == "off":
-        return False
-    problem = cuda_graph_problem(config, device)
-    if problem is not None and config.train.cuda_graph == "on":
-        raise UsageError(f"train.cuda_graph=on {problem}; use --train.cuda_graph off, or auto")
-    return problem is None
-
-
-def cuda_graph_problem(config: RunConfig, device: torch.device) -> str | None:
-    """Why passes cannot run as CUDA graphs."""
-    if device.type != "cuda":
-        return f"on a {device.type}: CUDA graphs need a GPU"
-    if config.parallel.strategy != "single":
-        return f"with parallel.strategy={config.parallel.strategy}: communication between ranks cannot be captured"
-    if config.run.deterministic and config.train.cuda_graph == "auto":
-        return "with run.deterministic: auto depends on measured times, and a graph changes the last bits"
-    return None
 
 
 def _load_checkpoint(state: TrainState, start: resume.FoundCheckpoint, strategy: Strategy) -> None:
