@@ -118,6 +118,19 @@ def test_the_loss_changes_no_gradient_but_the_selectors(bounds: torch.Tensor | N
             assert torch.equal(without, grads[1][name])
 
 
+def test_a_loss_without_weight_is_computed_only_where_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, find = [], tercet.model.selector._find_teacher
+    monkeypatch.setattr(tercet.model.selector, "_find_teacher", lambda *a, **b: calls.append(1) or find(*a, **b))
+    layer, x = make_layer(NSA), torch.randn(1, 160, 32)
+    layer.selector.weight = 0.0
+    layer(x).sum().backward()
+    assert not calls
+    layer.stats.enabled = True
+    layer(x)
+    assert calls
+    assert layer.stats.means(layer.stats.sums(x.device).tolist())["selector_kl"] > 0
+
+
 def test_an_update_with_the_loss_leaves_all_other_parameters_the_same_bits() -> None:
     from tercet.config.sections import SelectorConfig, TrainConfig
     from tercet.parallel.strategy import Single

@@ -59,7 +59,7 @@ class BlockSelector(nn.Module):
     size      channels
     rotary    RoPE of the first `rotary.size` channels, so that nearness can count; the others compare content alone
     teacher   "all": every block of the past; "selected": only the blocks that were read
-    weight    factor of the loss; it only scales the gradient of these parameters
+    weight    factor of the loss; it only scales the gradient of these parameters. 0: computed only to be measured
     backend   "reference" rotates in PyTorch
     """
 
@@ -149,6 +149,8 @@ class BlockSelector(nn.Module):
         x, q, block_indices: of these queries, [S, dim], [S, H, Dk], [S, G, n]; selector_k, k: rows of keys that hold at
         least what they see, [rows, G, size], of the same tokens.
         """
+        if not (self.weight or measure):  # DDP and the optimizer expect gradients: zeros
+            return self.queries(x[:1], queries.position[:1]).sum() + selector_k[:1].sum(), None
         chosen = None
         if measure or self.teacher == "selected":
             chosen = _chosen(block_indices, self.config.num_blocks(queries.longest))
