@@ -105,7 +105,7 @@ def outlook(case: Case) -> Outlook:
     recomputed = {"none": 3, "selective": 3, "full": 4}[case.checkpointing] / 3
     flops = cost.flops_per_token(model, case.length) * recomputed * case.tokens
     activations = cost.memory(
-        model, case.tokens, compute_bytes=BF16, activation_checkpointing=case.checkpointing
+        model, case.tokens, case.length, compute_bytes=BF16, activation_checkpointing=case.checkpointing
     ).activations
     weights = weight_traffic(model, gpus)
     context = case.sequences * context_traffic(

@@ -44,6 +44,7 @@ def step_memory(config: RunConfig, precision: str) -> cost.Memory:
     return cost.memory(
         config.model,
         config.train.micro_batch * config.data.seq_len // parallel.context,
+        config.data.seq_len,
         compute_bytes=2 if precision == "bf16" else 4,
         activation_checkpointing=config.train.activation_checkpointing,
         weight_shards=shards if parallel.sharding == "full" else 1,

@@ -13,6 +13,8 @@ from tercet.model.config import ModelConfig
 FP32 = 4
 # fp32 logits that the loss holds at once: small compared to activations, large enough for fast matmuls.
 LOGITS_BYTES = 1 << 28
+# Most scratch of scattered selections: range_bytes of attention/kernels/table.py, which imports torch.
+RANGE_BYTES = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,7 @@ def flops_per_token(model: ModelConfig, seq_len: int, *, selectors_only: bool = 
 def memory(
     model: ModelConfig,
     tokens: int,
+    length: int,
     *,
     compute_bytes: int,
     activation_checkpointing: str,
@@ -207,7 +210,8 @@ def memory(
     optimizer: str = "adamw",
     selectors_only: bool = False,
 ) -> Memory:
-    """Bytes on one device for one pass over `tokens` tokens, with weights, gradients and optimizer state in fp32."""
+    """Bytes on one device for one pass over `tokens` tokens, in documents of `length` tokens, with weights, gradients
+    and optimizer state in fp32."""
     count = parameters(model).total
     trained = selector_parameters(model) if selectors_only else count
     per_token = activation_bytes_per_token(model, compute_bytes, activation_checkpointing)
@@ -219,7 +223,7 @@ def memory(
         gradients=FP32 * trained // optimizer_shards,
         optimizer=FP32 * optimizer_numbers(model, optimizer, selectors_only=selectors_only) // optimizer_shards,
         compute_copies=0 if compute_bytes == FP32 else compute_bytes * count // weight_shards,
-        activations=tokens * per_token,
+        activations=tokens * per_token + _scattered_bytes(model, tokens, length, compute_bytes),
         loss=rows * model.vocab_size * (FP32 + compute_bytes)
         + tokens * model.dim * FP32
         + (0 if selectors_only else FP32 * model.vocab_size * model.dim),
@@ -240,6 +244,18 @@ def activation_bytes_per_token(model: ModelConfig, compute_bytes: int, activatio
     matmuls = activation_checkpointing == "selective"
     kept = [_checkpointed_block_bytes(model, kind, compute_bytes, matmuls) for kind in model.attention_kinds]
     return sum(kept) + max(whole)
+
+
+def _scattered_bytes(model: ModelConfig, tokens: int, length: int, compute_bytes: int) -> int:
+    """What the kernels' scratch for scattered selections adds to the peak: one partial result per query and block. It
+    is taken after the block's feed-forward layer has freed its inputs.
+
+    Short documents need none, since neighbouring queries select most blocks; nor does fp32, which runs on CPUs."""
+    nsa = model.nsa
+    if "nsa" not in model.attention_kinds or compute_bytes == FP32 or length <= 2 * nsa.selected_tokens:
+        return 0
+    scratch = tokens * nsa.select_count * model.heads * model.head_value_dim * compute_bytes
+    return max(0, min(scratch, RANGE_BYTES) - 2 * tokens * model.ffn_dim * compute_bytes)
 
 
 def _selector_bytes_per_token(model: ModelConfig, compute_bytes: int) -> int:
