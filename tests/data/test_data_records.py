@@ -63,8 +63,9 @@ def test_a_file_that_decompresses_without_end_is_refused(source, suffix, tmp_pat
     compress = gzip.compress if suffix == "gz" else zstandard.ZstdCompressor().compress
     path = tmp_path / f"a.jsonl.{suffix}"
     path.write_bytes(compress(b" " * 10**6))
-    with pytest.raises(BadRecordError, match="decompresses to more than 200 times its size"):
-        read(config(source, path))
+    for bad_records in ("error", "skip"):
+        with pytest.raises(DataError, match="decompresses to more than 200 times its size"):
+            read(config(source, path, bad_records=bad_records))
     path.write_bytes(compress(GOOD[0].encode() * 3 + b" " * 1000))
     assert read(config("text", path))
 
@@ -92,18 +93,19 @@ def test_skipped_records_are_reported(tmp_path):
         assert "record 4 of" in loader.stream.notes.bad_records[0]
 
 
+@pytest.mark.parametrize("bad_records", ["error", "skip"])
+@pytest.mark.parametrize("source", ["jsonl", "text"])
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst"])
-def test_a_truncated_compressed_file_is_an_error(suffix, tmp_path, read, documents_of):
+def test_a_truncated_or_damaged_compressed_file_is_an_error(suffix, source, bad_records, tmp_path, read):
     lines = "".join(json.dumps({"text": f"{i} " + str(hash(str(i)))}) + "\n" for i in range(5000)).encode()
-    packed = gzip.compress(lines) if suffix.endswith("gz") else zstandard.ZstdCompressor().compress(lines)
-    path = tmp_path / f"a.{suffix}"
-    path.write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(BadRecordError, match=rf"record \d+ of .*a\.{suffix}: the file is truncated here"):
-        read(config("jsonl", path))
-    (tmp_path / "b.jsonl").write_text(GOOD[0] + "\n")
-    batches = read(config("jsonl", tmp_path, bad_records="skip"))
-    assert documents_of(batches)[-1] == b"good 0"
-    assert batches[-1].stats.skipped == 1
+    compress = gzip.compress if suffix.endswith("gz") else zstandard.ZstdCompressor(write_checksum=True).compress
+    packed, path = compress(lines), tmp_path / f"a.{suffix}"
+    damaged = bytearray(packed)
+    damaged[len(damaged) // 2] ^= 255
+    for content, what in ((packed[: len(packed) * 95 // 100], "truncated"), (damaged, "damaged")):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=rf"a\.{suffix} is {what} \(.*: fetch or compress it again$"):
+            read(config(source, tmp_path, bad_records=bad_records))
 
 
 class UnreliableStorage:

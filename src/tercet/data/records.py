@@ -1,8 +1,9 @@
 """Readers of one local file: text, Python source, JSON lines, parquet.
 
 A reader yields (records read so far in this file, record or error), starting after the first `start` records. The
-count is part of the cursor, so it includes every line or row, good or bad. Damaged content is a bad record. An I/O
-error is not: it says nothing about the record, so readers raise it.
+count is part of the cursor, so it includes every line or row, good or bad. Damaged content is a bad record. Readers
+raise two other errors: an I/O error, which says nothing about the record, and a compressed file that is truncated or
+damaged, of which an unknown number of records is lost.
 """
 
 from __future__ import annotations
@@ -44,23 +45,32 @@ def open_binary(path: Path) -> IO[bytes]:
         stream = import_pyarrow(path).input_stream(str(path), compression="zstd")
     else:
         return open(path, "rb", buffering=1 << 20)
-    return io.BufferedReader(_Decompressed(stream, path.stat().st_size), 1 << 20)
+    return io.BufferedReader(_Decompressed(stream, path), 1 << 20)
 
 
 class _Decompressed(io.RawIOBase):
-    """A stream that fails once it has returned MAX_RATIO times the size of its file."""
+    """The content of a compressed file. Fails at MAX_RATIO times the size of the file."""
 
-    def __init__(self, stream: Any, size: int) -> None:
-        self._stream, self._left = stream, max(MIN_DECOMPRESSED, MAX_RATIO * size)
+    def __init__(self, stream: Any, path: Path) -> None:
+        self._stream, self._path = stream, path
+        self._left = max(MIN_DECOMPRESSED, MAX_RATIO * path.stat().st_size)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        count = int(self._stream.readinto(buffer))
+        try:
+            count = int(self._stream.readinto(buffer))
+        except (OSError, EOFError, zlib.error) as error:
+            _raise_io_error(error)
+            truncated = isinstance(error, EOFError) or "truncated" in str(error).lower()
+            what = "truncated" if truncated else "damaged"
+            raise DataError(f"{self._path} is {what} ({first_line(error)}): fetch or compress it again") from error
         self._left -= count
         if self._left < 0:
-            raise EOFError(f"it decompresses to more than {MAX_RATIO} times its size: compress it again, or unpack it")
+            raise DataError(
+                f"{self._path} decompresses to more than {MAX_RATIO} times its size: compress it again, or unpack it"
+            )
         return count
 
     def close(self) -> None:
@@ -88,13 +98,8 @@ def text_reader(separator: str) -> Reader:
     split_at = separator.encode()
 
     def read(path: Path, start: int) -> Iterator[Read]:
-        try:
-            with open_binary(path) as file:
-                data = file.read()
-        except (OSError, EOFError, zlib.error) as error:
-            _raise_io_error(error)
-            yield 1, BadRecordError(str(path), "", f"cannot be read ({error})")
-            return
+        with open_binary(path) as file:
+            data = file.read()
         for index, text in enumerate(data.split(split_at) if split_at else [data]):
             if index >= start:
                 yield index + 1, _text_record(text, path, index + 1 if split_at else "")
@@ -121,16 +126,12 @@ def jsonl_reader(text_field: str, prompt_field: str) -> Reader:
 
     def read(path: Path, start: int) -> Iterator[Read]:
         index = 0
-        try:
-            with open_binary(path) as file:
-                for line in file:
-                    index += 1
-                    if index <= start or line.isspace():
-                        continue
-                    yield index, _json_record(line, text_field, prompt_field, path, index)
-        except (OSError, EOFError, zlib.error) as error:
-            _raise_io_error(error)
-            yield index + 1, BadRecordError(str(path), index + 1, f"the file is truncated here ({error})")
+        with open_binary(path) as file:
+            for line in file:
+                index += 1
+                if index <= start or line.isspace():
+                    continue
+                yield index, _json_record(line, text_field, prompt_field, path, index)
 
     return read
 
