@@ -108,6 +108,13 @@ def test_a_truncated_or_damaged_compressed_file_is_an_error(suffix, source, bad_
             read(config(source, tmp_path, bad_records=bad_records))
 
 
+@pytest.mark.parametrize(("suffix", "name"), [("gz", "gzip"), ("zst", "zstd")])
+def test_plain_text_with_the_name_of_a_compressed_file_is_called_so(suffix, name, tmp_path, read):
+    (tmp_path / f"a.jsonl.{suffix}").write_text("\n".join(GOOD))
+    with pytest.raises(DataError, match=rf"a\.jsonl\.{suffix} is not a {name} file: .* without \.{suffix}$"):
+        read(config("jsonl", tmp_path))
+
+
 class UnreliableStorage:
     """Replaces `open_binary`: the first `failures` reads of a file fail, after two lines."""
 

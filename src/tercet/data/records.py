@@ -35,6 +35,9 @@ Reader = Callable[[Path, int], Iterator[Read]]
 MAX_RATIO = 200
 MIN_DECOMPRESSED = 64 << 20  # always allowed
 
+# Format and first bytes by suffix; pzstd starts its files with a skippable frame.
+COMPRESSED = {".gz": ("gzip", (b"\x1f\x8b",)), ".zst": ("zstd", (b"\x28\xb5\x2f\xfd", b"\x50\x2a\x4d\x18"))}
+
 
 def open_binary(path: Path) -> IO[bytes]:
     """Open a file for reading, decompressing .gz and .zst."""
@@ -63,9 +66,7 @@ class _Decompressed(io.RawIOBase):
             count = int(self._stream.readinto(buffer))
         except (OSError, EOFError, zlib.error) as error:
             _raise_io_error(error)
-            truncated = isinstance(error, EOFError) or "truncated" in str(error).lower()
-            what = "truncated" if truncated else "damaged"
-            raise DataError(f"{self._path} is {what} ({first_line(error)}): fetch or compress it again") from error
+            raise _decompression_error(self._path, error) from error
         self._left -= count
         if self._left < 0:
             raise DataError(
@@ -76,6 +77,17 @@ class _Decompressed(io.RawIOBase):
     def close(self) -> None:
         self._stream.close()
         super().close()
+
+
+def _decompression_error(path: Path, error: Exception) -> DataError:
+    reason = first_line(error)
+    if isinstance(error, EOFError) or "truncated" in reason.lower():
+        return DataError(f"{path} is truncated ({reason}): fetch or compress it again")
+    name, starts = COMPRESSED[path.suffix]
+    with open(path, "rb") as file:
+        if not file.read(4).startswith(starts):
+            return DataError(f"{path} is not a {name} file: compress it, or rename it without {path.suffix}")
+    return DataError(f"{path} is damaged ({reason}): fetch or compress it again")
 
 
 def import_pyarrow(path: Path):  # type: ignore[no-untyped-def]
