@@ -164,6 +164,19 @@ def test_an_io_error_that_stays_is_fatal_and_not_a_bad_record(tmp_path, monkeypa
         next(records.parquet_reader("text", "")(tmp_path / "missing.parquet", 0))
 
 
+@pytest.mark.parametrize(("kind", "fix"), [(PermissionError, "change the permissions"), (IsADirectoryError, "make it")])
+def test_an_error_that_waiting_does_not_fix_is_fatal_at_once(kind, fix, tmp_path, monkeypatch, read):
+    (tmp_path / "a.jsonl").write_text("\n".join(GOOD))
+
+    def refused(path):
+        raise kind(0, "refused")
+
+    monkeypatch.setattr("tercet.data.files.time.sleep", lambda _: pytest.fail("retried"))
+    monkeypatch.setattr(records, "open_binary", refused)
+    with pytest.raises(DataError, match=rf"a\.jsonl cannot be read \(refused\): {fix}"):
+        read(config("jsonl", tmp_path, bad_records="skip"))
+
+
 def test_bad_parquet_rows_and_files_are_named(tmp_path, read, documents_of):
     pq.write_table(pa.table({"text": ["one", None, "three"]}), tmp_path / "a.parquet")
     with pytest.raises(BadRecordError, match=r"record 2 of .*a.parquet: its text is NoneType"):

@@ -74,8 +74,13 @@ def _size_and_fingerprint(path: Path) -> list[Any]:
                 starts = [i * (size - SAMPLE_BYTES) // (SAMPLES - 1) for i in range(SAMPLES)]
                 content = b"".join(os.pread(file.fileno(), SAMPLE_BYTES, start) for start in starts)
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}): make it readable, or leave it out") from error
+        raise _unreadable(path, error) from error
     return [size, hashlib.sha256(content).hexdigest()[:16]]
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    fix = "change the permissions of file or folder" if isinstance(error, PermissionError) else "make it readable"
+    return DataError(f"{path} cannot be read ({error.strerror}): {fix}, or leave it out")
 
 
 def save_file_lists(folder: Path, sources: Mapping[str, FileSet]) -> None:
@@ -224,7 +229,10 @@ class FileRecords:
 
 
 class FileRecordIterator:
-    """One pass over files in an epoch's order. An I/O error is retried, then fatal; `retries` gets the warnings."""
+    """One pass over files in an epoch's order.
+
+    An I/O error is retried, then fatal; `retries` gets the warnings. One that waiting does not fix is fatal at once.
+    """
 
     def __init__(self, paths: list[Path], reader: Reader, done: int, start: int, retries: list[str]) -> None:
         self._paths, self._reader, self._retries = paths, reader, retries
@@ -251,6 +259,8 @@ class FileRecordIterator:
 
     def _wait_and_reopen(self, error: OSError) -> None:
         path = self._paths[self._done]
+        if isinstance(error, (PermissionError, IsADirectoryError, NotADirectoryError)):
+            raise _unreadable(path, error) from error
         if self._failures == len(RETRY_SECONDS):
             raise DataError(
                 f"{path} cannot be read ({error.strerror}), also after {self._failures} retries in "
