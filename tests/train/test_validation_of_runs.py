@@ -94,6 +94,15 @@ def test_data_without_text_is_called_so(tmp_path: Path) -> None:
         train_small(tmp_path / "run", **VALIDATES, data__source="text", data__path=(str(tmp_path / "empty.txt"),))
 
 
+def test_data_with_only_bad_records_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "bin.txt").write_bytes(b"caf\xe9 and more text of the same file")
+    data = {"data__source": "text", "data__path": (str(tmp_path / "bin.txt"),), "data__bad_records": "skip"}
+    with pytest.raises(DataError, match=r"text: every record .* as bad \(1, the first: .*bin.txt: is not UTF-8"):
+        train_small(tmp_path / "run", **VALIDATES, **data)
+    with pytest.raises(DataError, match=r"1 bad records skipped, .*: is not UTF-8 \([^:]*\)\): there is nothing"):
+        prepare(small(**data).data, tmp_path / "shards", workers=1)
+
+
 def test_both_suggested_fixes_train(few: Path, tmp_path: Path) -> None:
     without = {**sources(few)["jsonl"], "train__val_tokens": 0}
     assert train_small(tmp_path / "without", train__steps=1, **without) == 0

@@ -109,7 +109,9 @@ def prepare(
         writer.finish()
         counts = _progress(entries, time.perf_counter() - begin)
         if not counts.documents:
-            raise DataError(f"source={data.source} has no documents: there is nothing to prepare")
+            bad = [message for entry in entries for message in entry["bad_records"]]
+            skipped = f" ({counts.skipped:,} bad records skipped, the first: {bad[0]})" if bad else ""
+            raise DataError(f"source={data.source} has no documents{skipped}: there is nothing to prepare")
         manifest = {
             **plan,
             "documents": counts.documents,
@@ -266,7 +268,7 @@ def _chunks(source: RecordIterator, tokenizer: Tokenizer, *, skip_bad: bool) -> 
         if isinstance(record, BadRecordError):
             if not skip_bad:
                 raise record
-            bad.append(str(record))
+            bad.append(record.summary)
         elif not record.text:
             left_out += 1
         else:

@@ -211,15 +211,21 @@ class TextStream:
         number = cursor["block"] if cursor else 0
         while epoch == 0 or self._options.repeat:
             found: int | None = 0 if position is None else None  # counted over complete epochs only
-            with_text = empty = 0
+            with_text = empty = bad = 0
             records = self._records.open(epoch, position)
             last = False
             while not last:
                 block = self._read_block(records, epoch, number)
                 found = None if found is None else found + len(block.records)
-                with_text, empty = with_text + block.read - block.left_out, empty + block.left_out
+                with_text += block.read - block.left_out - block.skipped
+                empty, bad = empty + block.left_out, bad + block.skipped
                 number, last = number + 1, block.last
                 yield block
+            if found == 0 and with_text == 0 and bad:
+                raise DataError(
+                    f"{self._name}: every record with text was skipped as bad ({bad:,}, the first: "
+                    f"{self.notes.bad_records[0]}): fix them, or check data.source and data.path"
+                )
             if found == 0 and with_text == 0:
                 raise DataError(f"{self._name}: no document has any text (empty documents: {empty:,}): check data.path")
             if found == 0:
