@@ -122,6 +122,20 @@ def test_too_few_documents_hold_out_the_end_of_the_text(tmp_path, kind, files, r
     assert read(data, 1, state=batches[2].state)[0].tokens.tolist() == batches[3].tokens.tolist()
 
 
+@pytest.mark.parametrize(("kind", "total"), [("text", "34 bytes"), ("shards", "35 tokens")])
+def test_too_little_text_to_hold_out_its_end_is_called_so(tmp_path, kind, total, read):
+    (tmp_path / "a.txt").write_text("x" * 34)
+    data = DataConfig(source="text", path=str(tmp_path / "a.txt"), seq_len=64, exhaustion="stop")
+    if kind == "shards":
+        prepare(data, tmp_path / "shards", workers=1)
+        data = data.model_copy(update={"source": "shards", "path": (str(tmp_path / "shards"),)})
+    with pytest.raises(DataError, match=rf"the last 0 of {total} .* below the minimum of 16"):
+        read(data, split="validation")
+    assert read(data)
+    enough = data.model_copy(update={"validation_fraction": 0.48})
+    assert read(enough, split="validation")
+
+
 def test_a_long_line_is_held_out_in_whole_characters(tmp_path, read):
     text = "x" + "é" * 1000
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")

@@ -67,7 +67,7 @@ def saved_steps(folder: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("which", "said"),
     [
-        ("jsonl", "jsonl: no document for validation with validation_fraction=1e-06: change that fraction, or add"),
+        ("jsonl", "jsonl: no document for validation with validation_fraction=1e-06 (the last 0 of "),
         ("shards", "none of the 3 documents in"),
         ("a part", "poems: no document for validation with validation_fraction=1e-06"),
         ("no fraction", "validation_fraction=0 keeps no document for validation: raise it"),

@@ -73,3 +73,11 @@ def describe_held_out(documents: int, fraction: float, held_out: int, total: str
         f"{few} too few to hold out whole ones at validation_fraction={fraction:g}: validation reads the last "
         f"{held_out:,} of {total} instead"
     )
+
+
+def describe_too_short(held_out: int, total: str) -> str:
+    """Why the end of the text is not held out, for the error that a split has no document."""
+    return (
+        f"the last {held_out} of {total} would be held out instead, but that is below the minimum of "
+        f"{SHORTEST_HELD_OUT}"
+    )

@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field
 
 from tercet import atomic_io, parse
 from tercet.data.files import FileSet
-from tercet.data.order import SHORTEST_HELD_OUT, describe_held_out, in_validation, permutation
+from tercet.data.order import SHORTEST_HELD_OUT, describe_held_out, describe_too_short, in_validation, permutation
 from tercet.data.stream import Cursor, DataError, DataUsageError, Document, Documents, ReadOptions, SourceNotes
 from tercet.data.tokenizers import Tokenizer
 from tercet.parse import describe, one_line_errors
@@ -102,9 +102,13 @@ class ShardStream:
             in_split = validation == (options.split == "validation")
         self._shard, self._start, self._end = shard[in_split], starts[in_split], ends[in_split]
         if not in_split.any():
+            too_short = ""
+            if hold_out_end and held_out < SHORTEST_HELD_OUT:
+                too_short = f" ({describe_too_short(held_out, f'{total:,} tokens')})"
             raise DataUsageError(
                 f"{name}: none of the {len(in_split)} documents in {folder} is for {options.split} with "
-                f"validation_fraction={options.validation_fraction}: change that fraction, or prepare more documents"
+                f"validation_fraction={options.validation_fraction}{too_short}: change that fraction, or "
+                "prepare more documents"
             )
 
     @property

@@ -10,7 +10,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from tercet.data.files import FileSet
-from tercet.data.order import SHORTEST_HELD_OUT, describe_held_out, document_hash, permutation, validation_threshold
+from tercet.data.order import (
+    SHORTEST_HELD_OUT,
+    describe_held_out,
+    describe_too_short,
+    document_hash,
+    permutation,
+    validation_threshold,
+)
 from tercet.data.prefetch import Prefetcher
 from tercet.data.records import Record
 from tercet.data.stream import (
@@ -74,11 +81,13 @@ class _Block:
 class ValidationSplit:
     """Which part of a record is for training, and which for validation: a hash of its text decides.
 
-    If all records are on one side, as with a single file, the end of the text is held out instead (`held_out`).
+    If all records are on one side, as with a single file, the end of the text is held out instead (`held_out`), unless
+    it is too short (`too_short`).
     """
 
     def __init__(self, fraction: float) -> None:
         self.held_out = ""  # message about what is held out if whole documents are not
+        self.too_short = ""  # why nothing is
         self._threshold = validation_threshold(fraction)
         self._kept: dict[int, int] = {}  # record hash -> bytes for training, of records at the end of the text
 
@@ -100,6 +109,7 @@ class ValidationSplit:
         total = sum(len(record.text) for _, record in seen)
         missing = held_out = int(fraction * total)
         if held_out < SHORTEST_HELD_OUT:
+            split.too_short = describe_too_short(held_out, f"{total:,} bytes")
             return split
         for digest, record in reversed(seen):
             if missing <= 0:
@@ -229,10 +239,11 @@ class TextStream:
             if found == 0 and with_text == 0:
                 raise DataError(f"{self._name}: no document has any text (empty documents: {empty:,}): check data.path")
             if found == 0:
+                too_short = f" ({self._split.too_short})" if self._split.too_short else ""
                 raise DataUsageError(
                     f"{self._name}: no document for {self._options.split} with validation_fraction="
-                    f"{self._options.validation_fraction}: change that fraction, or add documents (identical ones "
-                    "are all on one side)"
+                    f"{self._options.validation_fraction}{too_short}: change that fraction, or add documents "
+                    "(identical ones are all on one side)"
                 )
             epoch, position, number = epoch + 1, None, 0
 
