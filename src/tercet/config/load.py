@@ -241,11 +241,14 @@ def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[
             problems.setdefault(path, f"{path}: {message}" if path else message)
             continue
         inside = path.removeprefix(f"{key}.")  # a field of a table in a list; for a union, a type
-        rule = reword_rule(message)
+        rule, value = reword_rule(message), values.get(key)
+        shown = _shown(value)
+        if isinstance(value, list | tuple) and "tuple[" not in str(all_keys()[key].annotation):
+            rule, shown = f"{rule}, not a list", repr(value)  # joined words would look like a valid value
         if inside[:1].isdigit():
             index, _, field = inside.partition(".")
             rule = f"{field} of entry {int(index) + 1}: {rule}" if field else f"entry {int(index) + 1}: {rule}"
-        problems.setdefault(key, f"{key}={_shown(values.get(key))} ({origins[key]}): {rule}")
+        problems.setdefault(key, f"{key}={shown} ({origins[key]}): {rule}")
     first, *more = problems.values()
     return first + (f" (and {len(more)} more)" if more else "")
 
