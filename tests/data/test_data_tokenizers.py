@@ -124,6 +124,10 @@ def test_a_missing_tokenizer_is_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.setattr("tercet.data.hub.fetch_model_file", offline)
     with pytest.raises(DataError, match=r"gpt2 is not a local file and cannot be fetched .*not known.*train-tokenizer"):
         load_tokenizer("gpt2")
+    (tmp_path / "corpus").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"tokenizer=corpus: this local folder has no tokenizer\.json"):
+        load_tokenizer("corpus")
     monkeypatch.setattr("tercet.data.hub.fetch_model_file", lambda model, name: str(tmp_path / name))
     with pytest.raises(DataError, match=r"tokenizer=gpt2: .* is not a readable tokenizer\.json"):
         load_tokenizer("gpt2")

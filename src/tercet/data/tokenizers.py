@@ -170,6 +170,11 @@ def load_tokenizer(spec: str, eos_token: str = "") -> Tokenizer:
     path = Path(spec).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"
+        if not path.exists():
+            raise DataUsageError(
+                f"tokenizer={spec}: this local folder has no tokenizer.json: give --data.tokenizer another folder, or "
+                "train one with `tercet data train-tokenizer`"
+            )
     if path.is_file():
         return _from_file(path, str(path), eos_token)
     if looks_like_path(spec):
