@@ -84,7 +84,7 @@ def test_a_run_ends_with_the_commands_people_want_next(completed, commands, caps
     folder, start = SimpleNamespace(path=Path("runs/x")), console.Start(0.0, 0, 0)
     console.print_summary(
         Screen(), small(train__steps=6), folder, state, start, completed=completed, reason="SIGTERM", bad_records=0,
-        bad_examples=(),
+        bad_examples=(), epoch=0,
     )  # fmt: skip
     printed = [line for line in capsys.readouterr().out.splitlines() if "runs/x" in line][-3:]
     assert all(line.endswith(command) for line, command in zip(printed, commands, strict=True))

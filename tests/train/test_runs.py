@@ -323,18 +323,20 @@ def test_the_summary_counts_the_steps_since_the_resume(tmp_path: Path, capsys: p
     assert re.search(said, capsys.readouterr().out, re.M)
 
 
+@pytest.mark.parametrize(("steps", "again"), [(3, False), (60, True)])
 def test_skipped_records_are_counted_in_every_log_line_and_named_at_the_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, again: bool
 ) -> None:
     lines = [json.dumps({"text": f"document {i} " * 20}) for i in range(20)]
     (tmp_path / "texts.jsonl").write_text("\n".join([lines[0], "{rubbish", *lines[1:]]) + "\n")
     assert train_small(
         tmp_path / "run", data__source="jsonl", data__path=(str(tmp_path / "texts.jsonl"),),
-        data__bad_records="skip", data__validation_fraction=0.0, train__steps=3,
+        data__bad_records="skip", data__validation_fraction=0.0, train__steps=steps,
     ) == 0  # fmt: skip
     assert int(rows(tmp_path / "run" / "training.csv")[-1]["bad_records"]) >= 1
     out = capsys.readouterr().out
     assert "bad records were skipped" in out
+    assert ("each is counted in every epoch" in out) == again
     assert "texts.jsonl" in out
 
 

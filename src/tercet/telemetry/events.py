@@ -85,7 +85,7 @@ class StepLogged(Event, kind="step", measured=True):
     memory_gib: float  # peak so far on this rank's device (resident memory on a CPU)
     skipped: int  # non-finite steps since the start of the run
     epoch: int
-    bad_records: int = 0  # skipped since the start of the run
+    bad_records: int = 0  # skipped since the start of the run, in every epoch again
     muon_lr: float | None = None  # Muon's, before train.muon.adjust_lr_fn; None with AdamW
     first_step: int  # of the interval
     losses: list[float]

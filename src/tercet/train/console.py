@@ -274,7 +274,7 @@ class Start(NamedTuple):
 
 def print_summary(
     screen: Screen, config: RunConfig, folder: RunFolder, state: TrainState, start: Start, *, completed: bool,
-    reason: str, bad_records: int, bad_examples: Sequence[str],
+    reason: str, bad_records: int, bad_examples: Sequence[str], epoch: int,
 ) -> None:  # fmt: skip
     """Print what was done and what to do next."""
     seconds = duration(time.time() - start.time)
@@ -295,7 +295,8 @@ def print_summary(
         screen.say(_nothing_left(config, folder, state.step, reason))
         return
     if bad_records:
-        screen.say(f"warning: {bad_records} bad records were skipped: {'; '.join(bad_examples)}", "bold yellow")
+        again = " (each is counted in every epoch)" if epoch else ""
+        screen.say(f"warning: {bad_records} bad records were skipped{again}: {'; '.join(bad_examples)}", "bold yellow")
     path = folder.path / METRICS  # missing if the disk was full
     metrics = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     # One step's loss is noisy.

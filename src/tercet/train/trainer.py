@@ -540,6 +540,7 @@ class Trainer:
             print_summary(
                 self.screen, self.config, self.folder, state, self._start, completed=completed, reason=reason,
                 bad_records=self.batches.stats.skipped, bad_examples=self.loader.stream.notes.bad_records,
+                epoch=self.batches.stats.epoch,
             )  # fmt: skip
 
     def _log_end(self, outcome: str, reason: str) -> None:
