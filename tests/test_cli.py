@@ -16,7 +16,8 @@ import pytest
 
 import tercet
 from tercet import cli
-from tercet.config.flags import OTHER_NAMES
+from tercet.config.flags import OTHER_NAMES, key_options
+from tercet.config.keys import all_keys
 from tercet.config.load import load, write_config
 from tercet.errors import TercetError
 
@@ -48,6 +49,8 @@ def test_without_a_command_it_prints_an_introduction(capsys):
     assert code == 0
     for text in ("tercet train --preset tiny", "tercet plan", "config diff", "--train.lr 1e-3"):
         assert text in out
+    without = ", ".join(sorted(set(all_keys()) - set(key_options({}))))
+    assert f"Every key but {without} is a flag" in out
 
 
 def test_plan_shows_parameters_memory_and_time(capsys):
@@ -202,8 +205,6 @@ def test_flags_of_other_trainers_are_answered(capsys, name):
 
 def test_answers_to_other_names_name_flags_that_exist():
     import re
-
-    from tercet.config.keys import all_keys
 
     for answer in OTHER_NAMES.values():
         assert set(re.findall(r"--([a-z_.]+)", answer)) <= set(all_keys())

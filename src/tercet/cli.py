@@ -38,7 +38,7 @@ usage: tercet COMMAND [options]       tercet COMMAND --help
   config show      print the configuration of a command line or a run, with the origin of each value
   config diff A B  compare two presets, TOML files or run folders
 {others}
-A configuration is a preset, then a TOML file, then flags; later ones win. Every key is a flag:
+A configuration is a preset, then a TOML file, then flags; later ones win. Every key but data.mixture is a flag:
   tercet train --preset m7c --config mine.toml --train.lr 1e-3 --data.seq_len 8192
 `tercet train --help` shows the common ones. --debug adds the traceback to an error.
 """
