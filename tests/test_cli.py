@@ -18,7 +18,7 @@ import tercet
 from tercet import cli
 from tercet.config.flags import OTHER_NAMES, key_options
 from tercet.config.keys import all_keys
-from tercet.config.load import load, write_config
+from tercet.config.load import load, preset_names, write_config
 from tercet.errors import TercetError
 
 
@@ -152,6 +152,9 @@ def test_presets_are_listed_with_a_sentence_each(capsys):
     assert code == 0
     assert "m7c-64k-dense " in out
     assert "tiny   " in out
+    footer = out.split("\n\n")[1]
+    local = {name for name in preset_names() if load(name).config.data.source != "fineweb-edu"}
+    assert set(re.findall(r"All but (\S+) and (\S+) stream FineWeb-Edu", footer)[0]) == local
 
 
 def test_config_show_gives_toml_with_origins(capsys):

@@ -248,7 +248,7 @@ def _plan(arguments: list[str]) -> int:
 
 def _presets(arguments: list[str]) -> int:
     """List the presets: configurations to start from."""
-    from tercet.config.load import preset_about, preset_names
+    from tercet.config.load import load, preset_about, preset_names
 
     if arguments and arguments[0] in ("-h", "--help"):
         print(f"usage: tercet presets\n\n{_presets.__doc__}")
@@ -258,7 +258,8 @@ def _presets(arguments: list[str]) -> int:
     names = preset_names()
     width = max(map(len, names))
     print("\n".join(f"{name:<{width}}  {preset_about(name)}" for name in names))
-    print("\nAll but tiny stream FineWeb-Edu from the Hugging Face Hub, unless --data.source names other data.")
+    others = " and ".join(name for name in names if load(name).config.data.source != "fineweb-edu")
+    print(f"\nAll but {others} stream FineWeb-Edu from the Hugging Face Hub, unless --data.source names other data.")
     print(f"Use one:  {hints.train_preset('NAME')}     See one:  {hints.show_preset()}")
     return 0
 
