@@ -181,6 +181,14 @@ def test_config_show_prints_the_settings_of_a_run(capsys, tmp_path):
     assert origins["train.warmup_steps"] == "preset tiny"
 
 
+def test_config_show_names_what_is_not_a_run_folder(capsys, tmp_path):
+    for wrong in ("nonexist", str(tmp_path)):
+        code, out, err = run(capsys, "config", "show", wrong)
+        assert (code, out) == (2, "")
+        assert f"{wrong} is not a run folder" in err
+    assert "did you mean --preset tiny?" in run(capsys, "config", "show", "tiny")[2]
+
+
 def test_a_run_of_several_ranks_resumes_on_one(tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     loaded = load("tiny", flags={"parallel.strategy": "fsdp", "parallel.world_size": 2, "train.micro_batch": 2})

@@ -277,15 +277,17 @@ def _config(arguments: list[str]) -> int:
 def _show(arguments: list[str]) -> int:
     """Print the configuration of these options, or of a run folder (`tercet config show RUN`), as TOML, with the origin
     of each value."""
+    from tercet.config.load import describe, keep_origins, preset_names, to_toml
+
     saved = Path(arguments[0]) / "config.toml" if arguments else None
     if saved is not None and saved.is_file():
         if len(arguments) == 1:
             print(printable(saved.read_text(encoding="utf-8")), end="")
             return 0
         arguments = ["--config", str(saved), *arguments[1:]]
+    elif arguments and not arguments[0].startswith("-") and arguments[0] not in preset_names():
+        raise _usage(f"{arguments[0]} is not a run folder: give one with a config.toml, --config FILE or --preset NAME")
     loaded, options = _load(ShowOptions, arguments, "config show", _show.__doc__)
-    from tercet.config.load import describe, keep_origins, to_toml
-
     if saved is not None:
         loaded = keep_origins(loaded, saved)
     if options.changed:
