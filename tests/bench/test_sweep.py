@@ -10,8 +10,10 @@ import pytest
 
 from runs import step_logged
 from tercet.bench import learning_rates
-from tercet.bench.cells import CellRun
+from tercet.bench.cells import CellRun, as_flags
 from tercet.bench.sweep import Cell, Point, cell_keys, cliffs, heat_maps, judge, points, render, sweep
+from tercet.cli import Sources
+from tercet.config.flags import parse
 from tercet.config.load import load
 from tercet.errors import UsageError
 from tercet.inference.plots import text_colour
@@ -35,6 +37,12 @@ def test_a_cell_turns_the_shuffle_buffer_off():
     keys = cell_keys(dataclasses.replace(POINT, length=65536), 1, 3)
     assert keys["data.shuffle_sequences"] == 0
     load("tiny", flags=keys)  # a valid configuration
+
+
+def test_a_cell_has_no_stages():
+    words = as_flags(cell_keys(POINT, 1, 3))
+    _, given = parse(words, options=Sources, values={}, prog="tercet train")
+    assert load("tiny", flags={"train.stages": "64:5,128:5"} | given).config.train.stages == ()
 
 
 def test_the_first_step_is_ignored_and_memory_is_the_peak():

@@ -99,6 +99,8 @@ def test_every_stage_is_checked_before_the_run() -> None:
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
+        ("", "is empty: write stages such as 1024:700"),
+        (" ,", "is empty"),
         ("1024", "is not SEQ_LEN:STEPS: write 1024:700"),
         ("1024:700:500000", "not a field of a stage: after SEQ_LEN:STEPS give micro_batch="),
         ("1024:700:theta=5", "not a field of a stage"),

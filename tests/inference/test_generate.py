@@ -210,6 +210,11 @@ def test_without_a_prompt_the_error_names_the_flag(folder, monkeypatch, capsys):
     assert "--prompt TEXT" in capsys.readouterr().err
 
 
+def test_an_empty_stop_text_is_an_error(folder, capsys):
+    assert main(["generate", folder, "--prompt", "a", "--stop", "x", "--stop", ""]) == 2
+    assert "--stop '' is empty" in capsys.readouterr().err
+
+
 def test_on_a_terminal_each_line_is_answered(folder, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", Terminal())
     lines = iter(["abc", "", "x" * 200, "def"])

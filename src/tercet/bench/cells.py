@@ -35,7 +35,7 @@ def run_cell(words: Sequence[str], settings: Mapping[str, Any], seconds: float) 
     """Run the command `words` with the configuration keys `settings`, for at most `seconds`."""
     scratch = Path(tempfile.mkdtemp(prefix="tercet-sweep-"))
     run = scratch / "run"
-    flags = [part for key, value in {**settings, "run.dir": run}.items() for part in (f"--{key}", _text(value))]
+    flags = as_flags({**settings, "run.dir": run})
     try:
         with (scratch / "output").open("w+") as output:
             process = subprocess.Popen([*words, *flags], stdout=output, stderr=subprocess.STDOUT)
@@ -58,8 +58,13 @@ def run_cell(words: Sequence[str], settings: Mapping[str, Any], seconds: float) 
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def as_flags(settings: Mapping[str, Any]) -> list[str]:
+    """Configuration keys as words of a command line."""
+    return [part for key, value in settings.items() for part in (f"--{key}", _text(value))]
+
+
 def _text(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return ",".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
 
 
 def failure(run: CellRun) -> str:

@@ -205,11 +205,12 @@ class TrainConfig(Section):
             stages = [stages]
         if not isinstance(stages, list | tuple):
             return stages
-        parsed: list[Any] = []
+        words: list[Any] = []
         for stage in stages:
-            words = re.findall(r"[^,\s]+", stage) if isinstance(stage, str) else [stage]
-            parsed += [StageConfig.parse(word) if isinstance(word, str) else word for word in words if word != "none"]
-        return parsed
+            words += re.findall(r"[^,\s]+", stage) if isinstance(stage, str) else [stage]
+        if stages and not words:
+            raise ValueError("is empty: write stages such as 1024:700 8192:250, or none")
+        return [StageConfig.parse(word) if isinstance(word, str) else word for word in words if word != "none"]
 
     @model_validator(mode="after")
     def _steps_are_those_of_the_stages(self) -> Self:

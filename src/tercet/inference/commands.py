@@ -64,6 +64,8 @@ def generate(
     prompts = [*prompt, *([] if prompt_file is None else [read_prompt_file(prompt_file)])]
     check_model(run)
     at_least_one(max_new_tokens=max_new_tokens, context=context, prefill_chunk=prefill_chunk)
+    if "" in stop:
+        raise UsageError("--stop '' is empty: give the text that ends the answer, or leave it out")
     try:
         Sampling(temperature, top_k, top_p, repetition_penalty)
     except ValueError as error:
