@@ -189,6 +189,15 @@ def test_wrong_learning_rate_sweeps_are_refused(tmp_path, options, said):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("lrs", [(), (1e-3,)])
+@pytest.mark.parametrize("name", ["sweep.jsonl", "sweep.md"])
+def test_results_of_an_earlier_sweep_are_kept(tmp_path, name, lrs):
+    (tmp_path / name).write_text("earlier")
+    with pytest.raises(UsageError, match=f"holds {name} of an earlier sweep: choose another folder"):
+        sweep("tiny", lrs=lrs, out=str(tmp_path))
+    assert (tmp_path / name).read_text() == "earlier"
+
+
 def test_the_best_learning_rate_at_the_edge_asks_for_more():
     cells = [learning_rates.LRCell(lr, "ok", loss) for lr, loss in ((1e-4, 4.0), (1e-3, 3.0))]
     assert "try larger learning rates" in "\n".join(learning_rates.render(cells, cells[1]))

@@ -96,7 +96,7 @@ def sweep(
         lrs: Learning rates to compare, at one length and batch size.
         steps: Optimizer steps per cell, of which the first is warm-up; default: 6, or 100 with --lrs.
         seconds: Time limit per cell, start-up included.
-        out: Folder for sweep.jsonl, sweep.md and the plots.
+        out: Folder for sweep.jsonl, sweep.md and the plots; must not hold those of an earlier sweep.
         device: auto, cpu or cuda.
     """
     from tercet.config.load import load
@@ -114,12 +114,12 @@ def sweep(
         lengths or (base.data.seq_len,), batches or (base.train.micro_batch,), checkpointing, strategies, bucket_mb
     )
     folder = Path(out)
+    if found := [name for name in ("sweep.jsonl", "sweep.md") if (folder / name).exists()]:
+        raise UsageError(f"--out {folder} holds {found[0]} of an earlier sweep: choose another folder, or remove it")
     if lrs:
         keys = given | _learning_rate_keys(lrs, grid, base, ranks)
     check_writable_folder("--out", folder)
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "sweep.jsonl").exists():
-        print(f"note: replacing the results of an earlier sweep in {folder}")
     if lrs:
         words = launcher(grid[0].strategy, source, ranks, device)
         return sweep_learning_rates(lrs, base, words, keys, steps, seconds, folder)
