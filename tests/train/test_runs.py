@@ -130,18 +130,19 @@ def test_random_tokens_cannot_be_learned(tmp_path: Path) -> None:
     assert min(last) > math.log(256) - 0.06
 
 
-def test_too_many_nonfinite_steps_stop_the_run_with_a_dump_that_reproduces_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [1, 10])
+def test_too_many_nonfinite_steps_stop_the_run_with_a_dump_that_reproduces_them(tmp_path: Path, every: int) -> None:
     folder = tmp_path / "run"
     with pytest.raises(TercetError, match=r"were not finite.*`\S+ -m tercet\.train\.dump") as error:
         train_small(
             folder, train__steps=30, train__lr=1e25, train__warmup_steps=0, train__clip=0.0,
-            train__max_skipped_in_row=2, log__every=10,
+            train__max_skipped_in_row=2, log__every=every,
         )  # fmt: skip
     told = list(read_events(events_file(folder)))
     skipped = next(e for e in told if isinstance(e, StepsSkipped))
     first = skipped.steps[0]
     assert first >= 2
-    assert f"stopped: 3 of the last {first + 2} steps were not finite" in str(error.value)
+    assert "not finite in 3 steps of the run (train.max_skipped=100), 3 of them in a row" in str(error.value)
     assert isinstance(told[-1], RunEnded)
     assert told[-1].outcome == "halted"
     path = Path(str(error.value).split("tercet.train.dump ")[1].split("`")[0])

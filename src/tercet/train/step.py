@@ -199,9 +199,13 @@ class NonFiniteGuard:
         """Non-finite steps so far. Waits for the device."""
         return int(self._total.item())
 
+    def in_row(self) -> int:
+        """Non-finite steps in a row, up to the last one or the one that exceeded a limit. Waits for the device."""
+        return int(self._in_row.item())
+
     def state_dict(self) -> dict[str, int]:
         """For the checkpoint. Waits for the device."""
-        return {"total": int(self._total.item()), "in_row": int(self._in_row.item())}
+        return {"total": self.total(), "in_row": self.in_row()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._total.fill_(state["total"])

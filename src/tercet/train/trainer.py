@@ -28,6 +28,7 @@ from tercet.telemetry.event_log import EventLog, rank_files, read_events, rewind
 from tercet.telemetry.hardware import peak_flops
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
+from tercet.telemetry.units import plural
 from tercet.telemetry.watchdog import Heartbeat
 from tercet.train.async_save import AsyncSaver
 from tercet.train.console import (
@@ -391,7 +392,7 @@ class Trainer:
             self.log.emit(event)
             halting += self.observer.observe(event)
             if halted := state.guard.halted_at():
-                self._halt(halted, [m.nonfinite for m in measured if m.step <= halted])
+                self._halt(halted)
         lr = learning_rate(config.train, state.step)
         logged = events.StepLogged(
             step=state.step,
@@ -428,17 +429,15 @@ class Trainer:
         flops_per_token = step_flops(self.stage) / self.stage.train.tokens_per_step
         return flops_per_token * tokens_per_s / (self._peak * self.strategy.world_size)
 
-    def _halt(self, step: int, nonfinite: list[bool]) -> None:
-        """Dump `step` and stop. The weights have been frozen since that step, so the dump reproduces it.
-
-        nonfinite: of each step since the last log line, up to this one.
-        """
+    def _halt(self, step: int) -> None:
+        """Dump `step` and stop. The weights have been frozen since that step, so the dump reproduces it."""
         batches = [to_device(b, self.state.device) for b in self._recent[step]]
         path = write_dump(self.folder.path, step, self.state.model, batches, self.stage, rank=self.strategy.rank)
+        guard = self.state.guard
         raise Halted(
-            f"stopped: {sum(nonfinite)} of the last {len(nonfinite)} steps were not finite, over the limits "
-            f"(train.max_skipped={self.config.train.max_skipped}, "
-            f"train.max_skipped_in_row={self.config.train.max_skipped_in_row}); replay step {step} with "
+            f"stopped: losses or gradients were not finite in {plural(guard.total(), 'step')} of the run "
+            f"(train.max_skipped={guard.max_total}), {guard.in_row()} of them in a row up to step {step} "
+            f"(train.max_skipped_in_row={guard.max_in_row}); replay step {step} with "
             f"`{hints.replay_step(path)}`; {describe_newest(self.folder.checkpoints)}"
         )
 
