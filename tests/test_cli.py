@@ -264,6 +264,7 @@ def test_commands_are_refused_before_torch_is_loaded(tmp_path):
         (bare / name).touch()
     commands = {
         "train --preset tiny --train.steps x": "x is not an integer",
+        "train --preset tiny --run.threads 100000": "run.threads=100000 is more than the",
         "train --preset tiny --train.init_from nowhere": "nowhere does not exist",
         "train --preset tiny --data.source text --data.path nowhere": "nowhere matches no file",
         f"train --preset tiny --run.dir {run_folder}": "already holds a run",

@@ -39,7 +39,7 @@ class RunSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on. auto: a GPU if there is one."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of torch; none: torch's default."""
+    """CPU threads of torch, at most the machine's cores; none: torch's default."""
 
     @field_validator("name")
     @classmethod

@@ -32,7 +32,7 @@ from tercet.parse import first_problem, one_line_errors
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import RunStarted
 from tercet.telemetry.sinks import import_tensorboard, import_wandb
-from tercet.telemetry.units import size
+from tercet.telemetry.units import plural, size
 from tercet.train import manifest
 from tercet.train.manifest import CheckpointError, WrongCheckpoint, run_of
 from tercet.train.run_folder import RunFolder, locate
@@ -93,8 +93,19 @@ def _check_vocabulary(size: int, source: Path) -> None:
         )
 
 
+def _check_threads(threads: int | None) -> None:
+    """Raise if threads would wait for each other's cores: steps then take many times as long."""
+    cores = os.cpu_count()
+    if threads is not None and cores is not None and threads > cores:
+        raise UsageError(
+            f"run.threads={threads} is more than the {plural(cores, 'core')} of this machine: use at most {cores}, or "
+            "leave it out"
+        )
+
+
 def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tuple[FoundCheckpoint | None, list[str]]:
     """The checkpoint to start from, or None for step 0, and messages to print. Refuses to overwrite a run."""
+    _check_threads(config.run.threads)
     _check_events_writable(folder, config.parallel.world_size)
     if others := folder.other_files:
         raise UsageError(
