@@ -39,10 +39,13 @@ def test_a_cell_turns_the_shuffle_buffer_off():
     load("tiny", flags=keys)  # a valid configuration
 
 
-def test_a_cell_has_no_stages():
-    words = as_flags(cell_keys(POINT, 1, 3))
-    _, given = parse(words, options=Sources, values={}, prog="tercet train")
-    assert load("tiny", flags={"train.stages": "64:5,128:5"} | given).config.train.stages == ()
+def test_a_cell_has_no_stages_and_no_profile():
+    base = {"train.stages": "64:5,128:5", "profile.steps": "8:9"}
+    keys = cell_keys(POINT, 1, 3)
+    for found in (keys, keys | learning_rates.settings(load("tiny", flags=base).config, 1e-3, 3)):
+        _, given = parse(as_flags(found), options=Sources, values={}, prog="tercet train")
+        config = load("tiny", flags=base | given).config
+        assert (config.train.stages, config.profile.steps) == ((), None)
 
 
 def test_the_first_step_is_ignored_and_memory_is_the_peak():

@@ -259,6 +259,14 @@ def test_training_selectors_alone_needs_blocks_to_choose(changes, words):
         load(flags=flags | {"train.selector.only": True} | changes)
 
 
+def test_profiled_steps_begin_within_the_run():
+    for steps in ("4:4", "4:30"):
+        load("tiny", flags={"train.steps": 4, "profile.steps": steps})
+    with pytest.raises(ConfigError, match=r"profile\.steps=5:6 begins after the last step, train\.steps=4"):
+        load("tiny", flags={"train.steps": 4, "profile.steps": "5:6"})
+    load("tiny", flags={"train.stages": "64:4,128:4", "profile.steps": "5:6"})
+
+
 def test_settings_of_muon_need_muon():
     with pytest.raises(ConfigError, match=r"muon.lr=0.02 has no effect with optimizer=adamw"):
         load("tiny", None, {"train.muon.lr": 0.02})

@@ -46,6 +46,7 @@ def settings(config: RunConfig, lr: float, steps: int) -> dict[str, Any]:
         "train.val_every": 0,
         "train.val_tokens": min(config.train.val_tokens, VALIDATION_TOKENS),
         "train.sample_tokens": 0,
+        "profile.steps": None,  # they may be after the last
         "checkpoint.every": 0,
         "log.every": max(1, steps // 20),
     }

@@ -177,6 +177,7 @@ def cell_keys(point: Point, ranks: int, steps: int) -> dict[str, Any]:
     """The configuration of a cell: no accumulation, validation, samples or checkpoints."""
     return _point_keys(point, _pass_tokens(point, ranks)) | {
         "data.shuffle_sequences": 0,  # the preset's shuffle buffer may not fit in memory at this length
+        "profile.steps": None,  # it would be measured too
         "train.steps": steps, "train.val_tokens": 0, "train.sample_tokens": 0, "checkpoint.every": 0, "log.every": 1,
     }  # fmt: skip
 

@@ -85,6 +85,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _profiled_steps_exist(self) -> Self:
+        traced = self.profile.range()
+        if traced is not None and traced[0] > self.train.steps:
+            raise ValueError(
+                f"profile.steps={self.profile.steps} begins after the last step, train.steps={self.train.steps}: trace "
+                "earlier steps, or raise train.steps"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _stages_are_valid(self) -> Self:
         for number, stage in enumerate(self.stages, 1):
             try:
