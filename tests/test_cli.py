@@ -88,6 +88,14 @@ def test_a_plan_takes_half_the_time_on_two_ranks(capsys):
     assert both == pytest.approx(seconds() / 2)
 
 
+def test_a_plan_of_one_rank_names_the_flag_for_more(capsys):
+    options = ("plan", "--preset", "tiny", "--gpu", "H100", "--parallel.strategy", "fsdp")
+    hint = "planned fsdp on one rank: plan for more with --parallel.world_size N"
+    assert hint in run(capsys, *options)[1]
+    assert hint not in run(capsys, *options, "--parallel.world_size", "2", "--train.micro_batch", "1")[1]
+    assert "rank" not in run(capsys, *options[:-2])[1]
+
+
 def test_plan_as_json_is_one_line(capsys):
     code, out, _ = run(capsys, "plan", "--preset", "tiny", "--json")
     found = json.loads(out)

@@ -201,6 +201,9 @@ def render(config: RunConfig, plan: CostPlan) -> list[str]:
     notes = [("warning", text) for text in plan.warnings]
     if config.run.device == "auto" and not plan.device.is_gpu:
         notes.append(("hint", "no GPU found: plan for one with --gpu H200"))
+    strategy, ranks = config.parallel.strategy, config.parallel.world_size
+    if strategy != "single" and ranks == 1:
+        notes.append(("hint", f"planned {strategy} on one rank: plan for more with --parallel.world_size N"))
     return [line for name, text in (*rows.items(), *notes) for line in f"{name:<11} {text}".splitlines()]
 
 
