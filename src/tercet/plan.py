@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tercet.config.schema import RunConfig, uses_cuda_graph
+from tercet.config.schema import RunConfig, kernel_warning, uses_cuda_graph
 from tercet.config.sections import resolved_precision
 from tercet.doctor.memory import Fix, as_stage_fields, find_fixes, fits, step_memory, usable
 from tercet.errors import TercetError, UsageError
@@ -99,10 +99,10 @@ def find_device(wanted: str, gpu: str | None = None) -> Device:
 
 
 def make_plan(config: RunConfig, device: Device) -> CostPlan:
-    """Estimate the cost of a run on this device. Refuses a CUDA graph where training does."""
+    """Estimate the cost of a run on this device. Refuses a CUDA graph and a backend where training does."""
     uses_cuda_graph(config, device.type)
     shuffle = config.largest_shuffle.shuffle_warning(config.data.max_vocab(config.model.vocab_size))
-    warnings = () if shuffle is None else (shuffle,)
+    warnings = tuple(text for text in (shuffle, kernel_warning(config, device.type)) if text is not None)
     if not config.train.stages:
         return replace(_plan_stage(config, config.train.steps, device), warnings=warnings)
     stages = [(config_of, stage.steps) for config_of, stage in zip(config.stages, config.train.stages, strict=True)]

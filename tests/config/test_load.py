@@ -259,6 +259,21 @@ def test_training_selectors_alone_needs_blocks_to_choose(changes, words):
         load(flags=flags | {"train.selector.only": True} | changes)
 
 
+def test_a_query_cannot_select_far_more_than_there_is():
+    sizes = {"data.seq_len": 256, "model.nsa.select_block": 32}
+    load("tiny", flags=sizes | {"model.nsa.select_count": 256})  # 8 blocks, and the kernels take 256
+    load("tiny", flags=sizes | {"model.nsa.select_block": 128})
+    with pytest.raises(ConfigError, match=r"select_count=257 is far more than the 8 blocks .*: use 8 to read"):
+        load("tiny", flags=sizes | {"model.nsa.select_count": 257})
+    with pytest.raises(ConfigError, match=r"select_block=512 is more than the 256 tokens"):
+        load("tiny", flags=sizes | {"model.nsa.select_block": 512})
+    stages = {"train.stages": "256:2,16384:2:tokens_per_step=16384", "model.nsa.select_block": 32}
+    load("tiny", flags=stages | {"model.nsa.select_count": 512})
+    with pytest.raises(ConfigError, match="select_count=513 is far more than the 512 blocks"):
+        load("tiny", flags=stages | {"model.nsa.select_count": 513})
+    load("tiny-dense", flags=sizes | {"model.nsa.select_count": 1000})
+
+
 def test_profiled_steps_begin_within_the_run():
     for steps in ("4:4", "4:30"):
         load("tiny", flags={"train.steps": 4, "profile.steps": steps})

@@ -100,6 +100,24 @@ def test_a_plan_for_this_cpu_warns_of_too_little_memory_and_suggests_a_gpu(monke
     assert not [line for line in plan_lines("auto", "H200") if line.startswith(("hint", "warning"))]
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"select_count": 300}, "select_count=300 is more than 256"), ({"select_block": 256}, "select_block=256 is not")],
+)
+def test_a_plan_for_a_gpu_warns_of_sizes_that_the_kernels_do_not_take(changes, reason):
+    long = {"data.seq_len": 32768, "train.tokens_per_step": 32768, "train.micro_batch": 1}
+    flags = long | {f"model.nsa.{name}": value for name, value in changes.items()}
+
+    def warnings(device=GPU, **more):
+        return make_plan(load("m7c", flags=flags | more).config, device).warnings
+
+    assert any(f"the reference backend is slow on a GPU: {reason}" in text for text in warnings())
+    assert not any("kernels" in text for text in warnings(Device("CPU", 1e11, None, 0.5)))
+    assert not any("kernels" in text for text in warnings(**{"model.backend": "reference"}))
+    with pytest.raises(UsageError, match=f"model.backend=triton cannot run: {reason}"):
+        warnings(**{"model.backend": "triton"})
+
+
 def test_a_shuffle_block_is_sized_by_the_vocabulary_not_by_the_tokenizer_name():
     def held(tokenizer, vocab_size):
         flags = {"data.seq_len": 65536, "train.tokens_per_step": 4 * 65536, "data.tokenizer": tokenizer}

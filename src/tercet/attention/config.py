@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     import torch
 
 BRANCHES = ("compressed", "selected", "window")
+MAX_SELECT_COUNT = 256
+"""Most blocks per query that the kernels take."""
+MAX_SELECT_BLOCK = 128
+"""Most tokens in a selection block that the kernels take."""
 MOST_DECODED_BLOCKS = 1 << 14
 """Most selection blocks per row that the decode kernels handle: one program holds all their scores. Longer rows fall
 back to the reference."""
@@ -140,6 +144,41 @@ class NSAConfig:
         lengths = cu_seqlens.diff()
         counts = ((lengths - self.compress_block).div(self.compress_stride, rounding_mode="floor") + 1).clamp_(0)
         return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(cu_seqlens.dtype)
+
+
+def unsupported_blocks(config: NSAConfig) -> str | None:
+    """Why the kernels cannot run with these block sizes; None if they can."""
+    for name in ("compress_block", "compress_stride", "select_block"):
+        size = getattr(config, name)
+        if size & (size - 1):
+            return f"{name}={size} is not a power of two"
+    if not 16 <= config.select_block <= MAX_SELECT_BLOCK:
+        return f"select_block={config.select_block} is not within 16 … {MAX_SELECT_BLOCK}"
+    return None
+
+
+def unsupported_sizes(config: NSAConfig) -> str | None:
+    """Why the training kernels cannot run with these settings, whatever the heads; None if they may."""
+    reason = unsupported_blocks(config)
+    if reason is None and config.select_count > MAX_SELECT_COUNT:
+        reason = f"select_count={config.select_count} is more than {MAX_SELECT_COUNT}"
+    return reason
+
+
+def check_reach(nsa: NSAConfig, length: int) -> None:
+    """Raise if a query of a sequence of `length` tokens would select far more than there is: slots and blocks without
+    tokens take memory and time too. Sizes that the kernels take are always allowed."""
+    if nsa.select_block > max(MAX_SELECT_BLOCK, length):
+        raise ValueError(
+            f"model.nsa.select_block={nsa.select_block} is more than the {length} tokens of the longest sequence: use "
+            f"at most {max(MAX_SELECT_BLOCK, length)}"
+        )
+    blocks = nsa.num_blocks(length)
+    if nsa.select_count > max(MAX_SELECT_COUNT, blocks, nsa.forced_blocks):
+        raise ValueError(
+            f"model.nsa.select_count={nsa.select_count} is far more than the {blocks} blocks of the longest sequence "
+            f"({length} tokens): use {max(blocks, nsa.forced_blocks)} to read everything"
+        )
 
 
 class NoChoice(NamedTuple):

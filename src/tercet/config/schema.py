@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from tercet.attention.config import NoChoice, nothing_to_choose
+from tercet.attention.config import NoChoice, check_reach, nothing_to_choose, unsupported_sizes
 from tercet.config.data import DataConfig, absolute
 from tercet.config.sections import (
     CheckpointConfig,
@@ -82,6 +82,12 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _exercises_fit(self) -> Self:
         self.data.check_exercises_fit(self.longest_sequence)
+        return self
+
+    @model_validator(mode="after")
+    def _selection_fits(self) -> Self:
+        if "nsa" in self.model.attention_kinds:
+            check_reach(self.model.nsa, self.longest_sequence)
         return self
 
     @model_validator(mode="after")
@@ -313,6 +319,17 @@ def cuda_graph_problem(config: RunConfig, device_type: str) -> str | None:
     if config.run.deterministic and config.train.cuda_graph == "auto":
         return "with run.deterministic: auto depends on measured times, and a graph changes the last bits"
     return None
+
+
+def kernel_warning(config: RunConfig, device_type: str) -> str | None:
+    """Why NSA layers would not train with kernels on a GPU. Refuses model.backend=triton there."""
+    model = config.model
+    if device_type != "cuda" or model.backend == "reference" or "nsa" not in model.attention_kinds:
+        return None
+    reason = unsupported_sizes(model.nsa)
+    if reason is not None and model.backend == "triton":
+        raise UsageError(f"model.backend=triton cannot run: {reason}; use auto, which falls back to the reference")
+    return reason and f"the kernels cannot run, and the reference backend is slow on a GPU: {reason}"
 
 
 def largest_divisor(number: int, largest: int) -> int:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tercet.attention import layout as _layout  # noqa: F401  registers tercet::keep_selection
-from tercet.attention.config import NSAConfig
+from tercet.attention.config import NSAConfig, unsupported_sizes
 from tercet.attention.hardware import KERNEL_DTYPES, OLDEST_CAPABILITY, capability, interpreting
 from tercet.attention.kernels import qkv_split as _qkv_split  # noqa: F401  registers tercet::heads_apart
 from tercet.attention.kernels.autograd import (
@@ -32,7 +32,7 @@ from tercet.attention.kernels.autograd import (
     select_by_keys,
     select_by_tokens,
 )
-from tercet.attention.kernels.table import block_parts, shared_memory, too_large, unsupported_blocks
+from tercet.attention.kernels.table import block_parts, shared_memory, too_large
 
 __all__ = ["attend_selected", "attend_window", "nsa", "select_by_keys", "select_by_tokens", "unsupported"]
 
@@ -60,10 +60,8 @@ def unsupported(
         return f"q, k and v must share one of bfloat16, float16, float32: got {found}"
     if q.device.type != "cuda" and q.dtype == torch.bfloat16:
         return "q is bfloat16 and Triton's interpreter gives wrong products of it: use float16 or float32"
-    if (reason := unsupported_blocks(config)) is not None:
+    if (reason := unsupported_sizes(config)) is not None:
         return reason
-    if config.select_count > 256:
-        return f"select_count={config.select_count} is more than 256"
     for name, x in (("Dk", q), *(("Dv", v) for v in values[:1])):
         if x.shape[-1] > 256:
             return f"{name}={x.shape[-1]} is more than 256"

@@ -323,17 +323,6 @@ def _shared_memory(device: int) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def unsupported_blocks(config: NSAConfig) -> str | None:
-    """Why the kernels cannot run with these block sizes; None if they can."""
-    for name in ("compress_block", "compress_stride", "select_block"):
-        size = getattr(config, name)
-        if size & (size - 1):
-            return f"{name}={size} is not a power of two"
-    if not 16 <= config.select_block <= 128:
-        return f"select_block={config.select_block} is not within 16 … 128"
-    return None
-
-
 def too_large(shared: int, dtype: torch.dtype, dk: int, dv: int, select_block: int) -> str | None:
     """Why the smallest tiles of these sizes exceed the shared memory of one program; None if they fit."""
     name = str(dtype).removeprefix("torch.")

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tercet.attention.config import MOST_DECODED_BLOCKS, NSAConfig
+from tercet.attention.config import MOST_DECODED_BLOCKS, NSAConfig, unsupported_blocks
 from tercet.attention.hardware import KERNEL_DTYPES, OLDEST_CAPABILITY, capability
 from tercet.attention.kernels import table
 from tercet.attention.kernels.decode.append import Held, Norms, append
@@ -49,7 +49,7 @@ def unsupported(device: torch.device, dtype: torch.dtype, heads: Heads, config: 
         return f"{per_group} heads per group are more than 128"
     if config is None:
         return None
-    if (reason := table.unsupported_blocks(config)) is not None:
+    if (reason := unsupported_blocks(config)) is not None:
         return reason
     sizes = heads.heads // heads.groups, heads.key_size, heads.value_size
     if read_stages(device, dtype, *sizes, config) is None:
