@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import resource
 import shlex
@@ -509,6 +510,19 @@ def test_documented_commands_work(capsys, tmp_path, monkeypatch, command):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text('preset = "m7c"\n')
     assert run(capsys, *shlex.split(command))[0] == 0
+
+
+def test_documented_launches_split_a_step_evenly(monkeypatch):
+    page = (DOCS / "parallel.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    page = page.replace('"$SLURM_NNODES"', re.search(r"#SBATCH --nodes=(\d+)", page)[1])
+    page += re.search(r"command: \[(.*?)\]", page, re.S)[1].replace(",", "").replace("\n", " ")  # Kubernetes
+    launches = re.findall(r"torchrun (.*) -m +tercet +train (.*)", page)
+    assert len(launches) >= 4
+    for launcher, arguments in launches:
+        ranks = [int(n) for n in re.findall(r"--(?:nnodes|nproc-per-node)=(\d+)", launcher)]
+        monkeypatch.setenv("WORLD_SIZE", str(math.prod(ranks)))
+        words = [word for word in shlex.split(arguments) if word not in ("--resume", "auto")]
+        assert cli._load(cli.TrainOptions, words, "train", None)[0].config.accumulation >= 1
 
 
 def test_the_example_file_of_the_docs_is_valid(tmp_path):
