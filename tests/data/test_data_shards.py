@@ -171,6 +171,26 @@ def test_shards_of_another_tokenizer_are_rejected(shards, read, small_bpe):
         read(DataConfig(source="shards", path=str(shards), tokenizer=str(small_bpe), seq_len=16), 1)
 
 
+def test_shards_accept_a_tokenizer_that_encodes_alike(source, tmp_path, small_bpe, read):
+    out, other = tmp_path / "bpe", tmp_path / "other.json"
+    prepare(source.model_copy(update={"tokenizer": str(small_bpe)}), out, workers=1)
+    data = DataConfig(source="shards", path=str(out), tokenizer=str(other), seq_len=32)
+    parts = json.loads(small_bpe.read_text())
+    # as transformers saves it
+    sequences = [{"Sequence": {"id": name, "type_id": kind}} for kind, name in enumerate("AB")]
+    added = {"type": "TemplateProcessing", "single": sequences[:1], "pair": sequences, "special_tokens": {}}
+    other.write_text(json.dumps(parts | {"post_processor": added}))
+    assert read(data, 1)[0].tokens.equal(read(data.model_copy(update={"tokenizer": str(out)}), 1)[0].tokens)
+    for change in ({"normalizer": {"type": "Lowercase"}}, {"model": parts["model"] | {"merges": []}}):
+        other.write_text(json.dumps(parts | change))
+        with pytest.raises(DataError, match=r"was tokenized with .*, not with tokenizer=.*other\.json"):
+            read(data, 1)
+    other.write_text(json.dumps(parts | {"post_processor": added}))
+    (out / "tokenizer.json").write_text(json.dumps(parts | {"normalizer": {"type": "Lowercase"}}))
+    with pytest.raises(DataError, match="was tokenized with"):  # the copy in the folder is not what tokenized it
+        read(data, 1)
+
+
 def test_shards_include_their_tokenizer_and_decode_to_the_text(source, tmp_path, texts, small_bpe, read):
     out = tmp_path / "bpe"
     prepare(source.model_copy(update={"tokenizer": str(small_bpe)}), out, workers=1)

@@ -17,8 +17,11 @@ from safetensors.torch import save_file
 from inference.models import language_model, trained
 from tercet import terminal
 from tercet.cli import main
+from tercet.config.data import DataConfig
 from tercet.config.load import write_config
+from tercet.data.prepare import prepare
 from tercet.data.tokenizers import ByteTokenizer, LibraryTokenizer, text_bytes
+from tercet.data.train_tokenizer import train_bpe
 from tercet.errors import TercetError
 from tercet.inference.load import load_model
 from tercet.inference.needle import default_lengths, find_needles
@@ -305,6 +308,19 @@ def test_a_missing_corpus_is_named_with_the_flag_that_reads_another(stored, tmp_
         assert re.search(r"path=\S+/gone matches no file.*--data-of RUN$", capsys.readouterr().err, re.M), command
         assert main(["eval", command, "--help"]) == 0
         assert "--data_of" in capsys.readouterr().out
+
+
+def test_shards_of_another_tokenizer_are_refused_with_a_fix_that_evaluations_have(stored, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("".join(f"line number {i}\n" for i in range(800)))
+    text = DataConfig(source="text", path=str(tmp_path / "text.txt"))
+    train_bpe(text, bpe := tmp_path / "tokenizer.json", vocab_size=300)
+    prepare(text.model_copy(update={"tokenizer": str(bpe)}), shards := tmp_path / "shards", workers=1)
+    write_config(language_model(data__source="shards", data__path=str(shards)).run, {}, tmp_path)
+    (tmp_path / "model.safetensors").symlink_to(stored / "model.safetensors")
+    assert main(["eval", "perplexity", str(tmp_path), "--data-of", str(tmp_path), "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"was tokenized with \S+, not with tokenizer=byte: give --data-of a run on text", error)
+    assert "data.tokenizer" not in error
 
 
 def test_the_last_positions_are_those_of_the_sequence():

@@ -26,13 +26,21 @@ from tercet import atomic_io, parse
 from tercet.data.files import FileSet
 from tercet.data.order import SHORTEST_HELD_OUT, describe_held_out, describe_too_short, in_validation, permutation
 from tercet.data.stream import Cursor, DataError, DataUsageError, Document, Documents, ReadOptions, SourceNotes
-from tercet.data.tokenizers import Tokenizer
+from tercet.data.tokenizers import LibraryTokenizer, Tokenizer
 from tercet.parse import describe, one_line_errors
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 DOCUMENT = np.dtype([("end", "<u8"), ("hash", "<u8")])
 DTYPES = {"tokens": ("|u1", "<u2", "<u4"), "documents": (DOCUMENT,), "loss": ("|b1",)}
+
+
+class OtherTokenizer(DataUsageError):
+    """Shards were tokenized with another tokenizer. The fix is one for training."""
+
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(f"{problem}: {fix}")
+        self.problem = problem
 
 
 class _File(BaseModel):
@@ -243,12 +251,15 @@ def _documents(folder: Path, entries: list[dict[str, Any]]) -> tuple[np.ndarray,
 
 
 def _check_tokenizer(folder: Path, used: dict[str, Any], tokenizer: Tokenizer) -> None:
-    if used["fingerprint"] != tokenizer.fingerprint:
-        fix = "byte" if used["name"] == "byte" else str(folder / "tokenizer.json")
-        raise DataUsageError(
-            f"{folder} was tokenized with {used['name']}, not with tokenizer={tokenizer.name}: "
-            f"set data.tokenizer to {fix}, or prepare the shards again"
-        )
+    if used["fingerprint"] == tokenizer.fingerprint:
+        return
+    saved = folder / "tokenizer.json"
+    if isinstance(tokenizer, LibraryTokenizer) and tokenizer.encodes_as(saved, used["fingerprint"]):
+        return
+    raise OtherTokenizer(
+        f"{folder} was tokenized with {used['name']}, not with tokenizer={tokenizer.name}",
+        f"set data.tokenizer to {'byte' if used['name'] == 'byte' else saved}, or prepare the shards again",
+    )
 
 
 def _split_tokens(starts: np.ndarray, ends: np.ndarray, first: int, split: str) -> tuple[np.ndarray, np.ndarray]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -98,6 +99,22 @@ class LibraryTokenizer:
     @cached_property
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{self._library.to_str()}\n{self.eos_id}".encode()).hexdigest()[:32]
+
+    def encodes_as(self, path: Path, fingerprint: str) -> bool:
+        """Whether texts have the same tokens with the tokenizer.json at `path`, if that still has this fingerprint."""
+        try:
+            other = _from_file(path, str(path), self._library.id_to_token(self.eos_id) or "")
+        except DataError:  # unreadable, or without this EOS
+            return False
+        return other.fingerprint == fingerprint and other._encoding() == self._encoding()
+
+    def _encoding(self) -> dict[str, Any]:
+        """What decides the tokens of a text: not the decoder, and not special tokens or the post-processor that adds
+        them, neither of which is applied to texts."""
+        parts = json.loads(self._library.to_str())
+        added = [token for token in parts["added_tokens"] if not token["special"]]
+        names = ("model", "normalizer", "pre_tokenizer")
+        return {name: parts[name] for name in names} | {"added_tokens": added, "eos_id": self.eos_id}
 
     def encode(self, text: str) -> list[int]:
         return self._library.encode(text, add_special_tokens=False).ids

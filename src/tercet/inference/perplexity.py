@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tercet.data.loader import Batch, build_loader
+from tercet.data.shards import OtherTokenizer
 from tercet.data.stream import DataUsageError
 from tercet.data.tokenizers import text_bytes
 from tercet.errors import UsageError
@@ -180,6 +181,10 @@ def held_out(
         opened = build_loader(
             data, seed=model.run.run.seed, batch_sequences=batch, split="validation", tokenizer=model.tokenizer
         )
+    except OtherTokenizer as error:
+        raise DataUsageError(
+            f"{error.problem}: give --data-of a run on text that is not tokenized yet (data.source other than shards)"
+        ) from None
     except DataUsageError as error:
         raise DataUsageError(f"{error}, or read another run's validation text with --data-of RUN") from None
     with opened as loader:
