@@ -7,6 +7,7 @@ import itertools
 import math
 from pathlib import Path
 
+import pytest
 import torch
 
 import tercet.telemetry.memory as memory
@@ -59,11 +60,12 @@ def test_memory_that_does_not_fit_is_no_go(tmp_path, data, monkeypatch):
     assert_no_go(found, "memory", "of the device's memory")
 
 
-def test_saves_that_fail_are_no_go(tmp_path, data, monkeypatch):
+@pytest.mark.parametrize("failing", [0, 1])
+def test_saves_that_fail_are_no_go_unless_a_later_one_succeeds(tmp_path, data, monkeypatch, failing):
     true, calls = manifest.publish, itertools.count()
 
     def full(*given):
-        if next(calls) == 0:
+        if next(calls) == failing:
             raise OSError(28, "No space left on device")
         return true(*given)
 
@@ -71,9 +73,16 @@ def test_saves_that_fail_are_no_go(tmp_path, data, monkeypatch):
     with even_clock():
         changes = PLAIN | {"train__steps": 8, "checkpoint__every": 4, "checkpoint__failures_allowed": 3}
         found, code = run(tmp_path / "run", data, **changes)
-    assert code == 0
+    assert (code == 0) == (failing == 0)
     assert len(found.of(CheckpointFailed)) == 1
-    assert_no_go(found, "checkpoint and resume", "No space left")
+    if failing == 1:
+        assert_no_go(found, "checkpoint and resume", "No space left")
+        return
+    judged = verdict(found)
+    ((told, _, names),) = judged.warnings()
+    assert (gate(judged, "checkpoint and resume").verdict, names) == ("NOT TESTED", ["checkpoint and resume"])
+    assert "No space left" in told
+    assert "a later save succeeded" in told
 
 
 def test_bad_records_are_no_go(tmp_path, data):
@@ -223,6 +232,33 @@ def test_a_process_that_died_after_its_last_step_is_a_warning_once_resumed(healt
     judged = verdict(copy(healthy, tmp_path / "run", resumed_at_the_end))
     assert gate(judged, "stability").verdict == "GO"
     assert [names for _, _, names in judged.warnings()] == [["stability"]]
+
+
+@pytest.mark.parametrize("outcome", ["failed", "halted"])
+def test_a_failure_that_a_later_process_recovered_from_is_a_warning_with_its_reason(healthy, tmp_path, outcome):
+    def failed_twice(lines):
+        end = next(line for line in lines if line["kind"] == "run_ended")
+        end |= {"outcome": outcome, "reason": "DataError: record 7"}
+        start = next(line for line in reversed(lines) if line["kind"] == "run_started")
+        at = lines.index(start)
+        lines[at:at] = [dict(start), end | {"time": start["time"]}]  # the first resume fails in the same way
+
+    found = copy(healthy, tmp_path / "run", failed_twice)
+    judged = verdict(found)
+    assert gate(judged, "stability").verdict == "GO"
+    ((told, _, names),) = judged.warnings()
+    assert names == ["stability"]
+    assert f"{outcome} twice (DataError: record 7), and the run was resumed" in told
+    unverified = dataclasses.replace(found, config=found.config | {"checkpoint.verify": False})
+    ((told, _),) = gate(verdict(unverified), "stability").reasons  # once, not for each process
+    assert told == f"an earlier process {outcome}: DataError: record 7"
+
+    def last_failed(lines):
+        next(line for line in reversed(lines) if line["kind"] == "run_ended").update(
+            outcome=outcome, reason="disk full"
+        )
+
+    assert gate(verdict(copy(healthy, tmp_path / "last", last_failed)), "stability").verdict == "NO-GO"
 
 
 def test_branches_off_their_kernels_are_no_go(healthy, tmp_path):

@@ -97,7 +97,8 @@ class GateBuilder:
 
     def fail(self, sentence: str, fix: str) -> None:
         """Make the gate NO-GO."""
-        self.failures.append((sentence, fix))
+        if (sentence, fix) not in self.failures:
+            self.failures.append((sentence, fix))
 
     def not_applicable(self, sentence: str) -> None:
         """Make the gate NOT APPLICABLE, unless it is NO-GO."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +45,10 @@ def stability_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     )
     planned = run.started[-1].steps if run.started else 0
     gate.add_evidence("steps", f"{run.step:,} of {planned:,}")
-    outcomes = _process_outcomes(run)
-    gate.add_evidence("processes", ", ".join(outcomes) or "none")
-    last = outcomes[-1] if outcomes else ""
-    _check_earlier_processes(run, outcomes, gate)
+    ends = _process_ends(run)
+    gate.add_evidence("processes", ", ".join(outcome for outcome, _ in ends) or "none")
+    last = ends[-1][0] if ends else ""
+    _check_earlier_processes(run, ends, gate)
     _check_last_process(run, last, gate)
     _check_stalls(run, gate)
     _check_loss(run, findings, limits, gate)
@@ -68,23 +69,25 @@ def _loss_sentence(run: Run) -> str:
     return f"the training loss {change} from {first.value:.3f} ({first.of}) to {last.value:.3f} ({last.of})"
 
 
-def _check_earlier_processes(run: Run, outcomes: list[str], gate: GateBuilder) -> None:
-    """A process may have died if the next one trained on from a verified checkpoint. Any other bad end fails."""
+def _check_earlier_processes(run: Run, ends: list[tuple[str, str]], gate: GateBuilder) -> None:
+    """A process may end badly if a later one trained on from a verified checkpoint, or had nothing left to do."""
     verified = run.config.get("checkpoint.verify") is not False
-    recovered = restarted = 0  # processes that died, after which the run was resumed, or started again
-    for outcome, following in zip(outcomes, run.started[1:], strict=False):
-        nothing_left = following.resumed_from is not None and following.step == following.steps
-        if outcome == DIED and verified and (nothing_left or _continued(run, following)):
-            recovered += following.resumed_from is not None
-            restarted += following.resumed_from is None
-        elif outcome in ("failed", "halted", DIED):
-            gate.fail(f"an earlier process {outcome}", "find the cause before relying on restarts")
-    for count, then in ((recovered, "was resumed"), (restarted, "started again without a checkpoint")):
-        if count:
-            gate.warn(
-                f"the process died {times(count)} without an end event, and the run {then}",
-                "look for the cause in the system log: killed, out of memory or a machine failure",
-            )
+    found = Counter[tuple[str, str, str]]()  # by outcome, reason and what followed
+    for number, (outcome, reason) in enumerate(ends[:-1], 1):
+        if outcome not in ("failed", "halted", DIED):
+            continue
+        later = next((start for start in run.started[number:] if _trained_on(run, start)), None)
+        if later is None or not verified:
+            cause = f": {reason}" if reason else ""
+            gate.fail(f"an earlier process {outcome}{cause}", "find the cause before relying on restarts")
+        else:
+            found[outcome, reason, "was resumed" if later.resumed_from else "started again without a checkpoint"] += 1
+    for (outcome, reason, then), count in found.items():
+        how, fix = f"({reason})", "check that the cause is gone"
+        if outcome == DIED:
+            how = "without an end event"
+            fix = "look for the cause in the system log: killed, out of memory or a machine failure"
+        gate.warn(f"the process {outcome} {times(count)} {how}, and the run {then}", fix)
 
 
 def _check_last_process(run: Run, outcome: str, gate: GateBuilder) -> None:
@@ -141,22 +144,27 @@ def _check_loss(run: Run, findings: list[HealthFired], limits: Thresholds, gate:
         gate.fail(f"{len(spikes)} loss spikes in {len(run.losses)} steps", "lower train.lr or raise train.warmup_steps")
 
 
-def _process_outcomes(run: Run) -> list[str]:
-    """How each process of the run ended."""
-    outcomes: list[str] = []
+def _process_ends(run: Run) -> list[tuple[str, str]]:
+    """How each process of the run ended, and the reason of its end event."""
+    ends: list[tuple[str, str]] = []
     for event in run.events.get(0, []):
         if isinstance(event, RunStarted):
-            outcomes.append(DIED)
-        elif isinstance(event, RunEnded) and outcomes:
-            outcomes[-1] = event.outcome
-    if outcomes and run.ended is None and run.state in ("running", "silent"):
-        outcomes[-1] = run.state
-    return outcomes
+            ends.append((DIED, ""))
+        elif isinstance(event, RunEnded) and ends:
+            ends[-1] = (event.outcome, event.reason)
+    if ends and run.ended is None and run.state in ("running", "silent"):
+        ends[-1] = (run.state, "")
+    return ends
 
 
 def _continued(run: Run, start: RunStarted) -> bool:
     """Whether a process trained on from where it started."""
     return any(e.step > start.step and e.time >= start.time for e in run.steps)
+
+
+def _trained_on(run: Run, start: RunStarted) -> bool:
+    """Whether a process trained on, or resumed where nothing was left to do."""
+    return _continued(run, start) or (start.resumed_from is not None and start.step == start.steps)
 
 
 @dataclass(frozen=True)
@@ -305,15 +313,21 @@ def checkpoint_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -
     """Checkpoints were saved, and training resumed from one."""
     gate = GateBuilder(
         "checkpoint and resume",
-        f"checkpoints saved and complete on disk, no failed save, at most {100 * limits.checkpoint_blocked:.0f}% of "
-        "the time blocked on saves, at least one resume without a jump in the loss",
+        "checkpoints saved and complete on disk, no failed save after the newest, at most "
+        f"{100 * limits.checkpoint_blocked:.0f}% of the time blocked on saves, at least one resume without a jump in "
+        "the loss",
         "breakdown",
     )
     saved, failed = run.of(CheckpointSaved), run.of(CheckpointFailed)
     gate.add_evidence("saved", len(saved))
     gate.add_evidence("failed", len(failed))
     if failed:
-        gate.fail(f"{plural(len(failed), 'save')} failed: {failed[-1].reason}", "free disk space or replace the disk")
+        sentence = f"{plural(len(failed), 'save')} failed: {failed[-1].reason}"
+        newest = next(e for e in reversed(run.events[0]) if isinstance(e, CheckpointSaved | CheckpointFailed))
+        if isinstance(newest, CheckpointSaved):
+            gate.warn(f"{sentence}; a later save succeeded", "check that the cause is gone")
+        else:
+            gate.fail(sentence, "free disk space or replace the disk")
     if not saved:
         gate.not_tested("no checkpoint was saved", "set checkpoint.every")
     else:
