@@ -7,7 +7,7 @@ import math
 from collections import Counter
 
 from tercet.attention.config import BRANCHES, NoChoice, NSAConfig, nothing_to_choose
-from tercet.report.gates import ON_CPU, Gate, GateBuilder, Thresholds
+from tercet.report.gates import NOT_ON_CPU, ON_CPU, Gate, GateBuilder, Thresholds
 from tercet.report.read import Run, last_choices, with_defaults
 from tercet.telemetry.events import GraphCaptureFailed, HealthFired, LayersObserved, SelectorsObserved
 from tercet.telemetry.units import plural
@@ -43,7 +43,7 @@ def routing_gate(run: Run, limits: Thresholds) -> Gate:
     elif missing:
         gate.not_tested(f"no pass was counted for layers {', '.join(map(str, missing))}", "")
     if not run.on_gpu:
-        gate.not_applicable(ON_CPU)
+        gate.not_applicable(ON_CPU, NOT_ON_CPU)
         return gate.build()
     slow = run.slow_routes
     for layer, branch, route, reason in slow[:3]:
@@ -72,7 +72,7 @@ def fallback_gate(run: Run, limits: Thresholds) -> Gate:
     for reason, calls in reasons.most_common(3):
         gate.fail(f"{calls:,} passes fell back: {reason}", _route_fix(reason))
     if not run.on_gpu:
-        gate.not_applicable(ON_CPU)
+        gate.not_applicable(ON_CPU, NOT_ON_CPU)
     gate.require_steps(run, limits)
     return gate.build(f"none in {total:,} passes")
 
@@ -95,12 +95,12 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     )
     sparse = [i for i, kind in enumerate(run.attention) if kind == "nsa"]
     if run.attention and not sparse:
-        gate.not_applicable("no layer selects blocks")
+        gate.not_applicable("no layer selects blocks", "train a model whose layers do: model.attention=nsa")
         return gate.build()
     gated = run.config.get("model.gate") != "none"
     no_choice = _no_choice(run)
     if no_choice and not gated:
-        gate.not_applicable(f"nothing to choose: {no_choice.reason}")
+        gate.not_applicable(f"nothing to choose: {no_choice.reason}", no_choice.fix)
     samples = [e for e in run.layers if sparse and all(_has_layer(e, i, gated) for i in sparse)]
     gate.add_evidence("readings", f"{len(samples)} of all {plural(len(sparse), 'layer')}")
     if samples:

@@ -30,8 +30,8 @@ def report(
 ) -> int:
     """Judge runs and write a page for each; with several runs, also a comparison page.
 
-    The headline says whether a run is healthy; GO also needs every production gate. Exit codes: 3 if a run is NO-GO,
-    otherwise 0; with --require-go, 4 if a run is neither.
+    The headline says whether a run is healthy; GO also needs every gate to apply and pass. Exit codes: 3 if a run is
+    NO-GO, otherwise 0; with --require-go, 4 if a run is neither.
 
     Args:
         runs: Run folders; finished, crashed or still running.
@@ -40,7 +40,7 @@ def report(
         target_tokens_per_s: Require this throughput instead of comparing with a dense baseline.
         min_dense_ratio: Required throughput as a multiple of the dense baseline's.
         min_steps: Steps a verdict needs; can be raised but not lowered.
-        require_go: For scripts: exit with code 4 unless every run is GO; 3 if one is NO-GO.
+        require_go: For scripts: exit with code 4, and say why, unless every run is GO; 3 if one is NO-GO.
     """
     if min_steps < Thresholds.min_steps:
         raise UsageError(
@@ -69,6 +69,8 @@ def report(
             pages.append(render.write_report(run, verdict, folder, dense))
             verdicts.append(verdict)
             print(printable(_summary(verdict, pages[-1])))
+            if require_go and verdict.verdict == NOT_TESTED:
+                print(printable(verdict.why_not_go()))
     if len(loaded) > 1:
         _write_comparison(loaded, verdicts, pages, out)
     accepted = (GO,) if require_go else (GO, NOT_TESTED)

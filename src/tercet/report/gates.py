@@ -74,7 +74,7 @@ class Gate:
         return dataclasses.replace(self, verdict=NOT_TESTED, sentence=sentence, fix=fix, reasons=((reason, fix),))
 
 
-ON_CPU = "ran on a CPU, where no GPU kernels run"
+ON_CPU, NOT_ON_CPU = "ran on a CPU, where no GPU kernels run", "train on a GPU"
 INCOMPLETE_RECORD_FIX = "report on a complete run folder"
 
 
@@ -100,9 +100,9 @@ class GateBuilder:
         if (sentence, fix) not in self.failures:
             self.failures.append((sentence, fix))
 
-    def not_applicable(self, sentence: str) -> None:
-        """Make the gate NOT APPLICABLE, unless it is NO-GO."""
-        self.inapplicable.append((sentence, ""))
+    def not_applicable(self, sentence: str, fix: str) -> None:
+        """Make the gate NOT APPLICABLE, unless it is NO-GO. fix: what makes it apply, which GO needs."""
+        self.inapplicable.append((sentence, fix))
 
     def not_tested(self, sentence: str, fix: str) -> None:
         """Make the gate NOT TESTED, unless it is NO-GO or NOT APPLICABLE."""

@@ -32,6 +32,7 @@ from tercet.telemetry.units import plural
 from tercet.train import manifest
 
 PARITY = "kernel parity"  # the doctor's check
+STATE_A_TARGET = "state a target: --target-tokens-per-s, or --min-dense-ratio with a --baseline"
 DIED = "died"  # a process that left no end event
 
 
@@ -246,7 +247,7 @@ def throughput_gate(run: Run, baseline: Run | None, findings: list[HealthFired],
     if speed is None:
         gate.not_tested("fewer than two log intervals, and the first is warm-up", "train longer")
         if exempt:
-            gate.not_applicable(exempt)
+            gate.not_applicable(exempt, STATE_A_TARGET)
         return gate.build()
     gate.add_evidence("tokens/s", f"{speed:,.0f} (median)")
     compared = "" if target is None else f", target {target:,.0f}"
@@ -261,7 +262,7 @@ def throughput_gate(run: Run, baseline: Run | None, findings: list[HealthFired],
         if speed < target:
             gate.fail(f"{speed:,.0f} tokens/s, below the target of {target:,.0f}", "profile it: --profile.steps A:B")
     elif exempt and (baseline is None or baseline.tokens_per_s is None):
-        gate.not_applicable(exempt)
+        gate.not_applicable(exempt, STATE_A_TARGET)
     elif baseline is None:
         gate.not_tested("no dense baseline and no target to compare with", dense_baseline_command(run))
     elif mismatch := baseline_mismatch(run, baseline):
@@ -286,7 +287,7 @@ def _compare_speeds(
             f"the dense baseline ran on {slow}, so the comparison is not fair", "fix that and train it again"
         )
     if speed < limits.dense_ratio * dense and exempt:
-        gate.not_applicable(f"{ratio:.2f}× dense, but {exempt}")
+        gate.not_applicable(f"{ratio:.2f}× dense, but {exempt}", STATE_A_TARGET)
     elif speed < limits.dense_ratio * dense:
         gate.fail(
             f"{ratio:.2f}× dense, below {limits.dense_ratio:g}×",

@@ -78,8 +78,18 @@ class Verdict:
         return _reasons((*self.gates, *self.informational), NOT_TESTED)
 
     def inapplicable(self) -> list[Reason]:
-        """What this kind of run cannot pass or fail. The fix is empty."""
+        """What this kind of run cannot pass or fail, and what would make it apply."""
         return _reasons(self.gates, NOT_APPLICABLE)
+
+    def why_not_go(self) -> str:
+        """Which gates keep a run without failures from GO, in one line."""
+        untested = ", ".join(gate.name for gate in self.gates if gate.verdict == NOT_TESTED)
+        fixes: dict[str, list[str]] = {}
+        for _, fix, names in self.inapplicable():
+            fixes.setdefault(fix, []).extend(names)
+        inapplicable = "; ".join(f"{', '.join(names)} ({fix})" for fix, names in fixes.items())
+        parts = [f"not tested: {untested}"] * bool(untested) + [f"not applicable: {inapplicable}"] * bool(fixes)
+        return f"not GO, which needs every gate to apply and pass; {'; '.join(parts)}"
 
     def as_dict(self, run: Run) -> dict[str, Any]:
         """The contents of verdict.json."""
