@@ -75,7 +75,7 @@ PARTS = {
 MAIN = ("train", "decode", "decode-model", "operator", "growth", "kernels", "batches", "million")
 
 
-def function(name: str) -> Callable[..., Any]:
+def imported(name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(".")
     return getattr(importlib.import_module(f"measurements.{module}"), attribute)
 
@@ -85,7 +85,7 @@ def function(name: str) -> Callable[..., Any]:
 
 def warmups(names: list[str]) -> list[Warmup]:
     """The jobs of these parts, slowest first."""
-    given = [function(part.warmups)() for part in map(PARTS.__getitem__, names) if part.warmups]
+    given = [imported(part.warmups)() for part in map(PARTS.__getitem__, names) if part.warmups]
     jobs = {tuple(job.argv): job for jobs in given for job in jobs}
     return sorted(jobs.values(), key=lambda job: -job.seconds)
 
@@ -175,7 +175,7 @@ def run_part(name: str, out: Path, quick: bool, about: dict[str, Any]) -> None:
     """Measure one part in this process, saving after every row."""
     started = time.time()
     result = {"part": name, **about, "quick": quick, "complete": False, "seconds": 0.0, "results": []}
-    for row in function(PARTS[name].measure)(quick):
+    for row in imported(PARTS[name].measure)(quick):
         result["results"].append(row)
         _save(result, out / f"{name}.json", started)
     result["complete"] = True
@@ -204,7 +204,7 @@ def main() -> int:
         part, _, what = args.compile.partition(":")
         job = PARTS[part].compile
         assert job is not None, part
-        function(job)(what)
+        imported(job)(what)
         return 0
     if args.part:
         run_part(args.part, args.out, args.quick, json.loads(args.about))

@@ -54,7 +54,7 @@ def test_arguments_are_parsed_before_torch_is_imported() -> None:
     code = "import measure, sys; sys.argv[1:] = ['--wrong']; print('torch' in sys.modules); measure.main()"
     done = subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parent, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "False\n")
-    assert all(callable(measure.function(part.measure)) for part in measure.PARTS.values())
+    assert all(callable(measure.imported(part.measure)) for part in measure.PARTS.values())
 
 
 def test_a_dry_run_names_the_parts_that_need_a_gpu(
@@ -140,7 +140,7 @@ def test_the_warm_up_compiles_what_the_chosen_parts_run() -> None:
     assert {job.name.split()[0] for job in measure.warmups(["shapes", "fp8"])} == {"shapes", "fp8"}
     for job in measure.warmups(list(measure.PARTS)):
         if "--compile" in job.argv:
-            assert callable(measure.function(measure.PARTS[job.argv[-1].partition(":")[0]].compile))
+            assert callable(measure.imported(measure.PARTS[job.argv[-1].partition(":")[0]].compile))
     assert [job.seconds for job in measure.warmups(["train"])] == sorted(
         (job.seconds for job in measure.warmups(["train"])), reverse=True
     )

@@ -358,7 +358,7 @@ class _Layout:
 _LAYOUT, _BARRIER = _Layout(), object()
 
 _gl = SimpleNamespace(
-    constexpr=None, float32=torch.float32, int32=torch.int32, int64=torch.int64, int1=torch.bool,
+    constexpr=None, float32=torch.float32, int32=torch.int32, int64=torch.int64,
     uint32=torch.int64,  # of which torch can do little; numbers here are small
     load=lambda p, mask=None, other=0, **_: p.memory.load(p, mask, other),
     store=lambda p, value, mask=None, **_: p.memory.store(p, value, mask),

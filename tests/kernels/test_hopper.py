@@ -102,7 +102,7 @@ def test_a_branch_equals_a_masked_softmax(branch, cu, size, late):
             assert launched[-1] == "hopper_dq"
             assert relative_error(dq[0], leaves[0].grad) <= 5e-3
     some = lse.isfinite()
-    assert relative_error(found_lse.permute(1, 2, 0)[0][some], lse[some].detach() * 1.4426950408889634) <= 1e-4
+    assert relative_error(found_lse.permute(1, 2, 0)[0][some], lse[some].detach() * 1.4426950408889634) <= 1e-6
     for a, b in ((found[0], o.detach()), (dk[0, :used], leaves[1].grad), (dv[0, :used], leaves[2].grad)):
         assert relative_error(a, b) <= 5e-3
 
@@ -137,4 +137,4 @@ def test_the_selected_branch_equals_a_masked_softmax(size, config, limit, late, 
         grads = sel.selected_backward(q, k, v, indices, lse, dout, gate, delta, config, c.documents, saved, settings)
     assert set(launched) == {"hopper_selected_dkv"} | ({"hopper_selected_forward"} if limit < 0 else set())
     for what, a, b in zip(("o", "dq", "dk", "dv"), (found, *grads), (o, *(x.grad for x in leaves)), strict=True):
-        assert relative_error(a[0], b.detach()) <= 3e-3, what
+        assert relative_error(a[0], b.detach()) <= 6e-4, what

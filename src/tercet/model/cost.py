@@ -250,7 +250,8 @@ def _scattered_bytes(model: ModelConfig, tokens: int, length: int, compute_bytes
     """What the kernels' scratch for scattered selections adds to the peak: one partial result per query and block. It
     is taken after the block's feed-forward layer has freed its inputs.
 
-    Short documents need none, since neighbouring queries select most blocks; nor does fp32, which runs on CPUs."""
+    Short documents need none, since neighbouring queries select most blocks. fp32 is taken to run on a CPU, without
+    these kernels."""
     nsa = model.nsa
     if "nsa" not in model.attention_kinds or compute_bytes == FP32 or length <= 2 * nsa.selected_tokens:
         return 0
