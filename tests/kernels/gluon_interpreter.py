@@ -140,19 +140,18 @@ def _mask(pointer: Pointer, mask: Any) -> Tensor:
 
 
 class Descriptor:
-    """What the copy engine reads: tiles of a matrix, zero beyond its end."""
+    """What the copy engine reads: tiles of a tensor, zero beyond its ends."""
 
     def __init__(self, given: Any) -> None:
-        self.matrix = given.base.as_strided(given.shape, given.strides, given.base.storage_offset())
+        self.whole = given.base.as_strided(given.shape, given.strides, given.base.storage_offset())
         self.block, self.dtype, self.layout = given.block_shape, given.base.dtype, None
 
-    def tile(self, row: int, column: int) -> Tensor:
-        rows, columns = self.block
-        assert column + columns <= self.matrix.shape[1]
-        out = torch.zeros(rows, columns, dtype=self.dtype)
-        first, past = max(row, 0), min(row + rows, self.matrix.shape[0])
-        if first < past:
-            out[first - row : past - row] = self.matrix[first:past, column : column + columns]
+    def tile(self, *place: int) -> Tensor:
+        out = torch.zeros(self.block, dtype=self.dtype)
+        axes = list(zip(place, self.block, self.whole.shape, strict=True))
+        if all(at < end and at + size > 0 for at, size, end in axes):
+            there = tuple(slice(max(at, 0), min(at + size, end)) for at, size, end in axes)
+            out[tuple(slice(x.start - at, x.stop - at) for x, at in zip(there, place, strict=True))] = self.whole[there]
         return out
 
 
@@ -170,6 +169,13 @@ class Shared:
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.x.permute(order))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        return Shared(self.x.view(shape))
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.x.shape
 
     def load(self, layout: Any = None) -> Value:
         return Value(self.x.clone())
@@ -358,7 +364,8 @@ class _Layout:
 _LAYOUT, _BARRIER = _Layout(), object()
 
 _gl = SimpleNamespace(
-    constexpr=None, float32=torch.float32, int32=torch.int32, int64=torch.int64,
+    constexpr=None, float32=torch.float32, bfloat16=torch.bfloat16, int1=torch.bool,
+    int32=torch.int32, int64=torch.int64,
     uint32=torch.int64,  # of which torch can do little; numbers here are small
     load=lambda p, mask=None, other=0, **_: p.memory.load(p, mask, other),
     store=lambda p, value, mask=None, **_: p.memory.store(p, value, mask),
@@ -373,6 +380,7 @@ _gl = SimpleNamespace(
     maximum=lambda a, b: Value(torch.maximum(*torch.broadcast_tensors(_value(a).x, _value(b).x))),
     exp2=lambda x: Value(torch.exp2(x.x)), log2=lambda x: Value(torch.log2(x.x)),
     sum=lambda x, axis: Value(x.x.sum(axis)), max=lambda x, axis: Value(x.x.amax(axis)),
+    reshape=lambda x, shape: Value(x.x.reshape(shape)),
     split=lambda x: tuple(Value(y) for y in x.x.unbind(-1)),
     to_tensor=_value, static_range=range, convert_layout=lambda x, *_, **__: x,
     inline_asm_elementwise=_assembly, allocate_shared_memory=_allocate,
@@ -415,9 +423,9 @@ def _fetch(descriptor: Descriptor, place: list, barrier: Barrier, to: Shared, pr
         copy()
 
 
-def _copy(to: Shared, source: Pointer) -> None:
+def _copy(to: Shared, source: Pointer, mask: Value | None = None) -> None:
     def copy() -> None:
-        to.x.copy_(source.memory.load(source).x)
+        to.x.copy_(source.memory.load(source, mask).x)
 
     if _own.program.late == "copies":
         _own.copies.append(copy)

@@ -43,10 +43,13 @@ CHOSEN: dict[tuple[str, str], int] = {
     ("query_major_dq", "one head per group"): 24,
     # head 96 is right, not tuned; the fused backward (272) appears where queries are a query range
     ("kv_major_dkv", "head 96"): 272,
+    ("hopper_selected_dkv", "head 96"): 8,
     ("query_major_dq", "head 96"): 120,
     ("query_major_forward", "head 96"): 8,
     # 168 registers, for a third block on a multiprocessor: scores and choice 1.24 ms against 1.27 at C 1×64k
     ("scores_kernel", "C"): 120,
+    # likewise, not measured
+    ("hopper_scores", "C"): 48,
     # 128 registers, for a fourth block on a multiprocessor: .367 ms against .398 at C 32×2k; the loops spill nothing
     ("compressed_window_dq_kernel", "C"): 40,
     ("compressed_window_dq_kernel", "one head per group"): 40,

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from kernels.gluon_interpreter import gluon_on_cpu
 from kernels.selections import case, dense_masked, poison_empty, relative_error
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels import compressed, table, window
+from tercet.attention.kernels import compressed, scores, table, window
 from tercet.attention.kernels.dq import compressed_window_dq
 from tercet.attention.kernels.tiles import Branch
 from tercet.attention.kernels.varlen import Documents, compressed_bounds
@@ -57,7 +57,7 @@ def seen_compressed(cu, ccu, config):
 
 CONFIG = NSAConfig(window=100)
 CUTS = pytest.mark.parametrize("cu", [[0, 333], [0, 40, 41, 200, 333]], ids=["plain", "packed"])
-SIZES = pytest.mark.parametrize("size", [64, 128], ids=["head 64", "head 128"])
+SIZES = pytest.mark.parametrize("size", [64, 96, 128], ids=["head 64", "head 96", "head 128"])
 
 
 @LATE
@@ -107,6 +107,52 @@ def test_a_branch_equals_a_masked_softmax(branch, cu, size, late):
         assert relative_error(a, b) <= 5e-3
 
 
+@LATE
+@pytest.mark.parametrize("cu", [[0, 1200], [0, 40, 41, 1200]], ids=["plain", "packed"])
+@pytest.mark.parametrize(("heads", "size"), [(3, 64), (6, 128), (5, 96)], ids=str)
+def test_scores_equal_the_sum_of_softmaxes_over_each_block(heads, size, cu, late, monkeypatch):
+    T, G = cu[-1], 1
+    config = NSAConfig(select_count=3, select_initial=1, select_local=1)
+    g = torch.Generator().manual_seed(0)
+    bounds = torch.tensor(cu, dtype=torch.int32) if len(cu) > 2 else None
+    ccu = None if bounds is None else compressed_bounds(bounds, config.compress_block, config.compress_stride)
+    rows = config.num_compressed(T)
+    q = torch.randn(1, T, heads * G, size, generator=g).to(BF16)
+    k = torch.randn(1, rows, G, size, generator=g).to(BF16)
+    given = [0, rows] if ccu is None else ccu.tolist()
+    k[:, given[-1] :] = torch.nan  # padding
+    used = k[0, : given[-1]].float()
+    seen = seen_compressed(cu, given, config)
+    _, lse = masked(q[0].float(), used, used, seen)
+    logits = torch.einsum("tgd,sgd->tgs", q[0].float(), used.repeat_interleave(heads, 1)) * size**-0.5
+    p = (logits - lse[..., None]).exp().masked_fill(~seen[:, None], 0.0).unflatten(1, (G, heads)).sum(2)
+    written = []
+
+    def choose(q, G, config, documents, queries, score, *limits):
+        blocks = -(-config.num_blocks(documents.longest) // 4) * 4
+        written.append(torch.full((documents.query_tiles(queries), queries, G, blocks), torch.nan))
+        score(written[0], blocks, 0, len(written[0]))
+
+    monkeypatch.setattr(scores, "choose", choose)
+    with gluon_on_cpu(late) as launched:
+        lse = lse.T[:, None].contiguous() * 1.4426950408889634
+        scores.select(q, k, lse, config, Documents(1, T, rows, bounds, ccu))
+    assert launched == ["hopper_scores"]
+    queries = written[0].shape[1]
+    for d, ((a, b), (c, e)) in enumerate(zip(pairwise(cu), pairwise(given), strict=True)):
+        start = torch.arange(e - c)[:, None] * config.compress_stride
+        block = torch.arange(-(-(b - a) // 64)) * 64
+        ends = torch.minimum(start + config.compress_block, block + 64)
+        share = (ends - torch.maximum(start, block)).clamp(min=0) / config.compress_block
+        want = p[a:b, :, c:e] @ share
+        got = written[0][a // queries + d :].flatten(0, 1)[: b - a, :, : len(block)] * 2.0**-100
+        own = torch.arange(b - a)[:, None] // 64
+        free = (own >= config.select_count) & (torch.arange(len(block)) <= own - config.select_local)
+        where = free[:, None].expand_as(want)
+        assert len(cu) > 2 or where.sum() > 1000
+        assert torch.allclose(got[where], want[where], rtol=1e-3, atol=1e-6)
+
+
 BLOCKS = NSAConfig(select_block=64, select_count=3, select_initial=1, select_local=1)
 BLOCKS_OF_32 = replace(BLOCKS, select_block=32, select_count=4, select_local=2)
 
@@ -115,7 +161,9 @@ BLOCKS_OF_32 = replace(BLOCKS, select_block=32, select_count=4, select_local=2)
     ("limit", "late"), [(-1.0, "copies"), (-1.0, "products"), (1e9, "products")], ids=["copies", "products", "union"]
 )
 @pytest.mark.parametrize(
-    ("size", "config"), [(64, BLOCKS), (128, BLOCKS), (64, BLOCKS_OF_32)], ids=["head 64", "head 128", "blocks of 32"]
+    ("size", "config"),
+    [(64, BLOCKS), (96, BLOCKS), (128, BLOCKS), (64, BLOCKS_OF_32)],
+    ids=["head 64", "head 96", "head 128", "blocks of 32"],
 )
 def test_the_selected_branch_equals_a_masked_softmax(size, config, limit, late, monkeypatch):
     """Scattered selections; with a high limit, dk and dv of unions."""

@@ -81,7 +81,7 @@ def everything(
 
 @pytest.mark.parametrize("cuts", [[], [0, 20, 21, 500, 1531, 2048, 2100, 3001]], ids=["plain", "packed"])
 @pytest.mark.parametrize("changes", [{}, {"window": 40}], ids=["window 512", "window 40"])
-@pytest.mark.parametrize(("heads", "groups", "size"), [(12, 2, 64), (8, 2, 128), (3, 3, 64)])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(12, 2, 64), (8, 2, 128), (3, 3, 64), (4, 2, 96)])
 def test_gluon_kernels_agree_with_tritons(heads: int, groups: int, size: int, changes, cuts: list[int]) -> None:
     assert_alike(Shape(1, 3001, heads, groups, size), tercet.NSAConfig(**changes), cuts)
 
@@ -91,12 +91,12 @@ def test_gluon_kernels_agree_with_tritons_on_several_sequences(shape: Shape) -> 
     assert_alike(shape, tercet.NSAConfig(), [])
 
 
-@pytest.mark.parametrize(("heads", "size"), [(12, 64), (8, 128)])
+@pytest.mark.parametrize(("heads", "size"), [(12, 64), (8, 96), (8, 128)])
 def test_gluon_kernels_agree_with_tritons_on_a_query_range(heads: int, size: int) -> None:
     assert_alike(Shape(2, 1001, heads, 2, size), tercet.NSAConfig(), [], first=300, queries=257)
 
 
-@pytest.mark.parametrize(("heads", "size"), [(12, 64), (8, 128)])
+@pytest.mark.parametrize(("heads", "size"), [(12, 64), (8, 96), (8, 128)])
 def test_gluon_kernels_agree_with_tritons_around_an_empty_document(heads: int, size: int) -> None:
     assert_alike(Shape(1, 3001, heads, 2, size), tercet.NSAConfig(), [0, 20, 500, 500, 1531, 3001])
 
@@ -109,7 +109,7 @@ def test_gluon_kernels_give_the_same_bits_again() -> None:
 
 
 @pytest.mark.parametrize("branch", ["compressed", "window"])
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [64, 96, 128])
 def test_outputs_are_finite_beside_a_document_that_is_not(branch: str, size: int) -> None:
     config, bounds = tercet.NSAConfig(), [0, 300, 1003, 1100, 2047]
     cu = torch.tensor(bounds, dtype=torch.int32, device="cuda")

@@ -32,7 +32,7 @@ UNION, SCATTERED = 1e9, 0.0
 DECIDED = 0.75  # between what these documents have and what their sum might have
 PLAIN, ODD = [0, 2001], [0, 1, 1, 300, 1003, 1100, 2001]
 CONFIG, BLOCKS_OF_32 = NSAConfig(), NSAConfig(select_block=32, select_count=24)
-SIZES = pytest.mark.parametrize("size", [64, 128], ids=["head 64", "head 128"])
+SIZES = pytest.mark.parametrize("size", [64, 96, 128], ids=["head 64", "head 96", "head 128"])
 
 
 def case(
@@ -239,7 +239,9 @@ def test_blocks_of_32_have_tritons_results(heads: int, groups: int, cu: list[int
 
 @pytest.mark.parametrize("limit", [UNION, SCATTERED], ids=["union", "scattered"])
 @pytest.mark.parametrize(
-    ("size", "config"), [(64, CONFIG), (128, CONFIG), (64, BLOCKS_OF_32)], ids=["head 64", "head 128", "blocks of 32"]
+    ("size", "config"),
+    [(64, CONFIG), (96, CONFIG), (128, CONFIG), (64, BLOCKS_OF_32)],
+    ids=["head 64", "head 96", "head 128", "blocks of 32"],
 )
 def test_the_gluon_kernel_equals_a_masked_softmax(limit: float, size: int, config: NSAConfig) -> None:
     c = case(ODD, 12, 2, size, seed=3, config=config)

@@ -51,8 +51,11 @@ def test_every_stage_has_a_triton_kernel(major: int, dtype: torch.dtype, size: i
         ("selected_key_gradients", 256, {}, False),
         ("selected_partials", 64, {}, True),
         ("selected_partials", 128, {"packed": True}, True),
-        ("score", 64, {}, False),
-        ("window_forward", 96, {}, False),
+        ("score", 64, {}, True),
+        ("score", 128, {"query_range": True}, False),
+        ("window_forward", 96, {}, True),
+        ("selected_key_gradients", 96, {}, True),
+        ("window_forward", 80, {}, False),
     ],
 )
 def test_gluon_kernels_take_their_calls_on_hopper_alone(stage, size, call, taken, monkeypatch) -> None:

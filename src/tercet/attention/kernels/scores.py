@@ -26,7 +26,7 @@ from torch import Tensor
 from tercet.attention.config import NSAConfig
 from tercet.attention.hardware import interpreting
 from tercet.attention.kernels.launch import LOG2E, call, padded, power_of_2
-from tercet.attention.kernels.table import Launch, triton_launch
+from tercet.attention.kernels.table import Launch, gluon_launch, triton_launch
 from tercet.attention.kernels.tiles import load_tile
 from tercet.attention.kernels.tma import descriptors
 from tercet.attention.kernels.varlen import Documents, locate_queries, visible
@@ -175,13 +175,43 @@ def scores_kernel(
 
 
 @triton.jit
+def _at_least(key, bound):
+    """How many keys of each row are at least as large as `bound`, which is 0 or more.
+
+    The sign of a difference takes two instructions per key, one of them a shift and an addition; comparing takes
+    three."""
+    return -tl.sum((bound[:, None] - 1 - key) >> 31, 1)
+
+
+@triton.jit
+def _bits(x):
+    """The number of bits set. The compiler makes one instruction of this."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    return ((((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101) & 0xFFFFFFFF) >> 24
+
+
+@triton.jit
+def _place(taken):
+    """How many taken elements precede each element of a row. Each 32 are the bits of a number, so that a row has only
+    a few numbers to add up."""
+    R: tl.constexpr = taken.shape[0]
+    N: tl.constexpr = taken.shape[1]
+    lane = tl.arange(0, 32)[None, None, :].to(tl.uint32)
+    word = tl.sum(tl.reshape(taken, [R, N // 32, 32]).to(tl.uint32) << lane, 2)
+    count = _bits(word)
+    before = tl.cumsum(count, 1) - count
+    return tl.reshape(before[:, :, None] + _bits(word[:, :, None] & ((1 << lane) - 1)), [R, N]).to(tl.int32)
+
+
+@triton.jit
 def _threshold(key, wanted, low, high):
     """`low` raised as far as `wanted` keys of each row are at least as large; at most to `high`, the largest key.
 
     One count per step; the rows of a tile overlap the latency of each other's counts."""
     while tl.max(high - low, 0) > 0:
         middle = low + (high - low + 1) // 2
-        count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
+        count = _at_least(key, middle)
         # a finished row has low = high = middle, and keeps them
         high = tl.where((low < high) & (count < wanted), middle - 1, tl.where(count == wanted, middle, high))
         low = tl.where(count >= wanted, middle, low)
@@ -205,7 +235,7 @@ def largest(key, wanted, FEW_FIRST: tl.constexpr = True):
     low = _threshold(key, wanted, low, high)
     place = tl.arange(0, N)[None, :]
     last = tl.full([R], N - 1, tl.int32)
-    if tl.max(tl.sum((key >= tl.maximum(low, 0)[:, None]).to(tl.int32), 1), 0) > wanted:
+    if tl.max(_at_least(key, tl.maximum(low, 0)), 0) > wanted:
         # several keys equal the smallest one taken: search for the place of the last of them that is taken
         missing = wanted - tl.sum((key > low[:, None]).to(tl.int32), 1)
         first = tl.zeros([R], tl.int32)
@@ -229,7 +259,8 @@ def _load_keys(SCORES, block, end, blocks, INITIAL: tl.constexpr, PACKED: tl.con
         there = tl.minimum(end, blocks)
     else:  # the host knows the length; a bound would cost registers
         there = end
-    score = tl.load(SCORES[:, None] + block, mask=block < there[:, None], other=float("-inf"))
+    aligned = (there + 3) // 4 * 4  # rows have a multiple of 4 scores: load 4 at once
+    score = tl.load(SCORES[:, None] + block, mask=block < aligned[:, None], other=float("-inf"))
     key = tl.where(score >= 0, score, 0.0).to(tl.int32, bitcast=True)
     return tl.where((block >= INITIAL) & (block < end[:, None]), key, -1)
 
@@ -240,7 +271,7 @@ def _choose_range(
 ):  # fmt: skip
     block = tl.arange(0, NP)[None, :]
     taken = largest(_load_keys(SCORES, block, end, blocks, INITIAL, PACKED), WANTED)
-    to = OUT[:, None] + tl.cumsum(taken.to(tl.int32), 1) - 1
+    to = OUT[:, None] + _place(taken)
     tl.store(to, tl.broadcast_to(block, taken.shape), mask=taken)
 
 
@@ -275,7 +306,7 @@ def select_kernel(
         )  # fmt: skip
         last = (tl.minimum(first + R, size) - 1) // BLOCK
         if (WANTED > 0) & (last >= COUNT):
-            scores = SCORES + ((row + tl.arange(0, R)).to(tl.int64) * G + g) * tl.multiple_of(blocks, 4)
+            scores = SCORES + ((row + tl.arange(0, R)).to(tl.int64) * G + g) * (blocks // 4 * 4)
             end = tl.where(inside & (current >= COUNT), current - LOCAL + 1, 0)
             last -= LOCAL - 1
             HALF: tl.constexpr = NP // 2 if NP >= 128 else NP
@@ -414,6 +445,7 @@ def select(
     B, T, H, DK = q.shape
     G = k.shape[2]
     heads, block = H // G, config.select_block
+    tuned = launch is None
     launch = launch or triton_launch("score", q, k)
     # at most 32 blocks a tile, whose scores fit the registers
     keys = max(min(launch.keys, 32 * block // config.compress_stride), block // config.compress_stride)
@@ -421,6 +453,16 @@ def select(
     together = min(launch.rows, power_of_2(-(-heads // launch.held)))
     held = -(-heads // together)
     queries = launch.rows // together
+    fast = gluon_launch("score", q, k, packed=documents.packed, query_range=documents.query_range) if tuned else None
+    if fast and keys == fast.keys:
+        from tercet.attention.kernels.hopper.scores import launch_scores
+
+        together = min(fast.rows, power_of_2(-(-heads // fast.held)))
+
+        def fast_score(scores: Tensor, blocks: int, tile0: int, tiles: int) -> None:
+            launch_scores(q, k, lse, scores, config, documents, blocks, tile0, tiles, together, fast)
+
+        return choose(q, G, config, documents, fast.rows // together, fast_score, scratch_bytes, widest)
     (kd,) = descriptors(launch.tma, keys, k)
     split = q.dtype != torch.float32 and not interpreting()  # the interpreter multiplies no bf16
     cu, *bounds = documents.query_tokens(queries)

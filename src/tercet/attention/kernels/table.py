@@ -81,15 +81,19 @@ TABLE: tuple[Row, ...] = (
     Row(DKV, "", (), (256,), Launch(rows=16, keys=32, stages=1), float32=True),
     Row(ALL, "", (), (64, 128, 256), Launch(rows=32, keys=32, stages=1), float32=True),
     # Hopper, in Gluon
-    Row(FORWARD, "hopper.forward", (9,), (64, 128), Launch(), gluon=True, query_range=False),
+    Row(FORWARD, "hopper.forward", (9,), (64, 96, 128), Launch(), gluon=True, query_range=False),
     # at head 64 Triton's dQ is as fast at 2k and 8k, and faster at 64k
-    Row(("query_gradient",), "hopper.dq", (9,), (128,), Launch(), gluon=True, packed=False, query_range=False),
+    Row(("query_gradient",), "hopper.dq", (9,), (96, 128), Launch(), gluon=True, packed=False, query_range=False),
     Row(("compressed_key_gradients",), "hopper.dkv", (9,), (64,), Launch(stages=3, parts=48), gluon=True),
     Row(("window_key_gradients",), "hopper.dkv", (9,), (64,), Launch(stages=3), gluon=True),
-    Row(DKV, "hopper.dkv", (9,), (128,), Launch(), gluon=True),
+    Row(DKV, "hopper.dkv", (9,), (96, 128), Launch(), gluon=True),
+    Row(
+        ("score",), "hopper.scores", (9,), (64,), Launch(stages=3, held=6, registers=168), gluon=True, query_range=False
+    ),
+    Row(("score",), "hopper.scores", (9,), (96, 128), Launch(stages=2, held=4), gluon=True, query_range=False),
     # registers: the mean over the warps that gather and those that multiply
     Row(("selected_partials",), "hopper.selected_forward", (9,), (64,), Launch(stages=4, registers=64), gluon=True),
-    Row(("selected_partials",), "hopper.selected_forward", (9,), (128,), Launch(registers=80), gluon=True),
+    Row(("selected_partials",), "hopper.selected_forward", (9,), (96, 128), Launch(registers=80), gluon=True),
     Row(SELECTED_DKV, "hopper.selected_dkv", (9,), (64,), Launch(stages=4, registers=128, gathering=48), gluon=True),
     # dK and dV take half of a thread's registers: with 64 rows per step, their scores would spill
     Row(
@@ -98,6 +102,14 @@ TABLE: tuple[Row, ...] = (
         (9,),
         (128,),
         Launch(rows=32, stages=4, registers=128, gathering=24),
+        gluon=True,
+    ),
+    Row(
+        SELECTED_DKV,
+        "hopper.selected_dkv",
+        (9,),
+        (96,),
+        Launch(rows=32, stages=4, registers=128, gathering=32),
         gluon=True,
     ),
     # Hopper and Blackwell, in Triton
@@ -166,7 +178,7 @@ def triton_launch(stage: str, q: Tensor, v: Tensor) -> Launch:
 
 FEWEST_ROWS = 16  # of a tile: what tensor cores multiply
 LARGEST_BLOCK = 64  # keys; the kernels read larger blocks in parts of this size
-GLUON_BLOCKS = {64: (32, 64), 128: (64,)}  # head size -> select_block of hopper.selected_*
+GLUON_BLOCKS = {64: (32, 64), 96: (64,), 128: (64,)}  # head size -> select_block of hopper.selected_*
 HOPPER_SHARED = 227 * 1024
 
 
@@ -230,7 +242,7 @@ SELECTED: tuple[tuple[str, SelectedSettings], ...] = (
         ),
     ),
     # where Hopper's kernels run
-    ("head = 128, blocks of 64", SelectedSettings(segment_rows=4096, forward_limit=2.8, backward_limit=1.6)),
+    ("head 96 or 128, blocks of 64", SelectedSettings(segment_rows=4096, forward_limit=2.8, backward_limit=1.6)),
     ("head ≤ 128", SelectedSettings(segment_rows=4096)),
 )
 
@@ -249,7 +261,7 @@ def selected_settings(
         "float32": dtype == torch.float32,
         "head > 128": max(dk, dv) > 128,
         "head ≤ 64": max(dk, dv) <= 64,
-        "head = 128, blocks of 64": dk == dv == 128 and select_block == 64,
+        "head 96 or 128, blocks of 64": dk == dv and dk in (96, 128) and select_block == 64,
         "head ≤ 128": True,
     }
     settings = next(settings for condition, settings in SELECTED if holds[condition])
@@ -353,18 +365,18 @@ _SELECTED_STAGES = (
     ("selected forward", "mean tile list ≤ forward limit", "`selected.query_major`"),
     (
         "selected forward",
-        "longer; head 64 or 128, blocks of 64 or 128 (head 64: also 32), sm_90",
+        "longer; head 64, 96 or 128, blocks of 64 or 128 (head 64: also 32), sm_90",
         "`hopper.selected_forward`; forced blocks `selected.query_major`",
     ),
     ("selected forward", "longer", "`selected.kv_major`; forced blocks `selected.query_major`"),
     ("selected dQ", "mean tile list ≤ backward limit", "`selected.query_major`"),
     (
         "selected dQ",
-        "longer; head 64 or 128, blocks of 64 or 128 (head 64: also 32), sm_90",
+        "longer; head 64, 96 or 128, blocks of 64 or 128 (head 64: also 32), sm_90",
         "`hopper.selected_dkv`, with dK/dV",
     ),
     ("selected dQ", "longer", "`selected.kv_major` (`kv_major_dkv`, with dK/dV)"),
-    ("selected dK/dV", "head 64 or 128, blocks of 64 or 128 (head 64: also 32), sm_90", "`hopper.selected_dkv`"),
+    ("selected dK/dV", "head 64, 96 or 128, blocks of 64 or 128 (head 64: also 32), sm_90", "`hopper.selected_dkv`"),
     ("selected dK/dV", "mean tile list ≤ backward limit; head ≤ 64", "`selected.kv_major` (`kv_major_dkv_transposed`)"),
     ("selected dK/dV", "else", "`selected.kv_major` (`kv_major_dkv`)"),
 )

@@ -13,18 +13,18 @@ def descriptors(wanted: bool, rows: int, *tensors: Tensor) -> tuple:
 
 
 def describable(x: Tensor) -> bool:
-    """Whether TMA can load tiles of x: D a power of two of at least 16, heads adjacent, 16-byte strides."""
+    """Whether TMA can load tiles of x: at least 16 numbers per head, heads adjacent, 16-byte strides."""
     _, tokens, heads, size = x.shape
     _, token, head, _ = x.stride()
-    if size < 16 or size & (size - 1) or not tokens or (head != size and heads > 1):
+    if size < 16 or not tokens or (head != size and heads > 1):
         return False
     width = x.element_size()
     return not (x.data_ptr() % 16 or token * width % 16 or head * width % 16)
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor | None:
-    if not describable(x):
-        return None
+    if x.shape[-1] & (x.shape[-1] - 1) or not describable(x):
+        return None  # tiles of D columns, a power of two
     batch, tokens, heads, size = x.shape
     # Bypass __init__: its checks take most of 15 µs, and a training step of one layer makes 17 descriptors.
     made = TensorDescriptor.__new__(TensorDescriptor)

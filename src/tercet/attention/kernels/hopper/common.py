@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tercet.attention.kernels import varlen
+from tercet.attention.kernels.launch import power_of_2
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # all warps of a program; it was renamed
 locate = gluon.jit(varlen.locate.fn)
@@ -33,6 +35,24 @@ visible = gluon.jit(varlen.visible.fn)
 def entries_of(ORDER, x, start, last, h: gl.constexpr):
     """The entries of a piece's rows x. Rows past the end repeat the last one."""
     return gl.load(ORDER + gl.minimum(start + x // h, last)).to(gl.int32)
+
+
+@gluon.jit
+def copy_rows(to, pointers, d, SIZE: gl.constexpr, D: gl.constexpr):
+    """Start copying rows of SIZE numbers to a tile of D columns d; the others become 0."""
+    if SIZE == D:
+        async_copy.async_copy_global_to_shared(to, pointers)
+    else:
+        async_copy.async_copy_global_to_shared(to, pointers, mask=(d < SIZE)[None, :])
+
+
+@gluon.jit
+def real_columns(rows, d, SIZE: gl.constexpr, D: gl.constexpr):
+    """Mask of a tile's rows, and of those of its D columns d that exist."""
+    mask = rows[:, None]
+    if SIZE < D:
+        mask = mask & (d < SIZE)[None, :]
+    return mask
 
 
 @gluon.constexpr_function
@@ -57,15 +77,28 @@ def fast_reciprocal(x):
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
+@gluon.jit
+def tile_of(slots, slot):
+    """The tile that TMA writes to slots.index(slot), [1, rows, D], as an operand of products."""
+    rows: gl.constexpr = slots.shape[2]
+    D: gl.constexpr = slots.shape[3]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, D], slots.dtype)
+    return slots.index(slot)._reinterpret(slots.dtype, [rows, D], layout)
+
+
 def descriptor(x: Tensor, rows: int) -> Any:
-    """Descriptor of tiles of `rows` rows of one head, out of [B·T, heads·D]. x must be describable (tma.py)."""
+    """Descriptor of tiles of `rows` rows of one head, out of [heads, B·T, size], with zeros up to a power of two of
+    columns. x must be describable (tma.py)."""
     batch, tokens, heads, size = x.shape
     made = TensorDescriptor.__new__(TensorDescriptor)  # bypasses slow checks, as in tma.py
-    made.base, made.shape, made.strides = x, [batch * tokens, heads * size], [x.stride(1), 1]
-    made.block_shape, made.layout, made.padding = [rows, size], _layout(rows, size, x.dtype), "zero"
+    made.base, made.shape, made.strides = x, [heads, batch * tokens, size], [size, x.stride(1), 1]
+    made.block_shape = [1, rows, power_of_2(size)]
+    made.layout, made.padding = _layout(*made.block_shape, x.dtype), "zero"
     return made
 
 
 @lru_cache(maxsize=64)
-def _layout(rows: int, size: int, dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([rows, size], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+def _layout(heads: int, rows: int, size: int, dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(
+        [heads, rows, size], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    )

@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tercet.attention.kernels.hopper.common import barrier, descriptor, locate, queries_of_keys
-from tercet.attention.kernels.launch import LOG2E, call
+from tercet.attention.kernels.hopper.common import barrier, descriptor, locate, queries_of_keys, tile_of
+from tercet.attention.kernels.launch import LOG2E, call, power_of_2
 from tercet.attention.kernels.table import Launch
 from tercet.attention.kernels.tiles import Branch
 from tercet.attention.kernels.varlen import Documents
@@ -40,8 +40,8 @@ def _fetch(
     # separate barriers: the compiler synchronises all warps between two operations on one barrier
     mbarrier.expect(q_bars.index(slot), 2 * M * D, there)
     mbarrier.expect(do_bars.index(slot), 2 * M * D, there)
-    tma.async_copy_global_to_shared(QD, [t, head * D], q_bars.index(slot), q_s.index(slot), there)
-    tma.async_copy_global_to_shared(DOD, [t, head * D], do_bars.index(slot), do_s.index(slot), there)
+    tma.async_copy_global_to_shared(QD, [head, t, 0], q_bars.index(slot), q_s.index(slot), there)
+    tma.async_copy_global_to_shared(DOD, [head, t, 0], do_bars.index(slot), do_s.index(slot), there)
     # lse, delta and gate in one copy
     i = gl.arange(0, 4 * M, layout=by_value)
     at = head.to(gl.int64) * rows + gl.minimum(t + i % M, rows - 1)
@@ -58,9 +58,9 @@ def _fetch(
 def hopper_dkv(
     K, V, LSE, DELTA, GATE, DKEY, DVALUE, QD, DOD, CU, CCU, docs, length, per_sequence, first_query, queries, rows,
     token_length, span, k_t, k_h, v_t, v_h, scale, softmax_scale,
-    W: gl.constexpr, L: gl.constexpr, S: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
-    M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, COMPRESSED: gl.constexpr, SETS: gl.constexpr,
-    PACKED: gl.constexpr, QUERY_RANGE: gl.constexpr, GATED: gl.constexpr,
+    W: gl.constexpr, L: gl.constexpr, S: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr, SIZE: gl.constexpr,
+    D: gl.constexpr, M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, COMPRESSED: gl.constexpr,
+    SETS: gl.constexpr, PACKED: gl.constexpr, QUERY_RANGE: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -111,15 +111,15 @@ def hopper_dkv(
         # K and V stay in shared memory
         i = gl.arange(0, N, layout=gl.SliceLayout(1, by_row))
         d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
-        inside = (first + i < size)[:, None]
+        inside = (first + i < size)[:, None] & (d < SIZE)[None, :]
         at = (start + first + i).to(gl.int64)[:, None]
         k = gl.load(K + g.to(gl.int64) * k_h + at * k_t + d[None, :], mask=inside, other=0.0)
         v = gl.load(V + g.to(gl.int64) * v_h + at * v_t + d[None, :], mask=inside, other=0.0)
         key_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, D], dtype)
         k_s = gl.allocate_shared_memory(dtype, [N, D], key_tile, k)
         v_s = gl.allocate_shared_memory(dtype, [N, D], key_tile, v)
-        q_s = gl.allocate_shared_memory(dtype, [STAGES, M, D], QD.layout)
-        do_s = gl.allocate_shared_memory(dtype, [STAGES, M, D], DOD.layout)
+        q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, M, D], QD.layout)
+        do_s = gl.allocate_shared_memory(dtype, [STAGES, 1, M, D], DOD.layout)
         rows_s = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         q_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         do_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -140,8 +140,8 @@ def hopper_dkv(
             slot = n % STAGES
             mbarrier.wait(q_bars.index(slot), n // STAGES & 1)
             mbarrier.wait(do_bars.index(slot), n // STAGES & 1)
-            s = warpgroup_mma(k_s, q_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            dp = warpgroup_mma(v_s, do_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            s = warpgroup_mma(k_s, tile_of(q_s, slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            dp = warpgroup_mma(v_s, tile_of(do_s, slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
             score, dv_, dk_ = warpgroup_mma_wait(1, deps=(s, dv, dk))
             # all warps are done with the previous slot: refill it
             async_copy.wait_group(STAGES - 2)
@@ -161,19 +161,20 @@ def hopper_dkv(
             dp_, p = warpgroup_mma_wait(0, deps=(dp, p))
             weights = gl.convert_layout(p.to(dtype), operand)
             ds = gl.convert_layout((p * (dp_ - delta[None, :])).to(dtype), operand)
-            dv = warpgroup_mma(weights, do_s.index(slot), dv_, is_async=True)
-            dk = warpgroup_mma(ds, q_s.index(slot), dk_, is_async=True)
+            dv = warpgroup_mma(weights, tile_of(do_s, slot), dv_, is_async=True)
+            dk = warpgroup_mma(ds, tile_of(q_s, slot), dk_, is_async=True)
         dv_, dk_ = warpgroup_mma_wait(0, deps=(dv, dk))
         j = gl.arange(0, N, layout=gl.SliceLayout(1, sums))
         d = gl.arange(0, D, layout=gl.SliceLayout(0, sums))
         if COMPRESSED:
             place = (part * gl.num_programs(0) + tile).to(gl.int64) * N + j
-            to = (place * G + g)[:, None] * D + d[None, :]
-            gl.store(DKEY + to, dk_ * softmax_scale)
-            gl.store(DVALUE + to, dv_)
+            to = (place * G + g)[:, None] * SIZE + d[None, :]
+            there = (d < SIZE)[None, :]
+            gl.store(DKEY + to, dk_ * softmax_scale, mask=there)
+            gl.store(DVALUE + to, dv_, mask=there)
         else:
-            to = ((start + first + j).to(gl.int64) * G + g)[:, None] * D + d[None, :]
-            inside = (first + j < size)[:, None]
+            to = ((start + first + j).to(gl.int64) * G + g)[:, None] * SIZE + d[None, :]
+            inside = (first + j < size)[:, None] & (d < SIZE)[None, :]
             gl.store(DKEY + to, (dk_ * softmax_scale).to(dtype), mask=inside)
             gl.store(DVALUE + to, dv_.to(dtype), mask=inside)
 
@@ -195,7 +196,7 @@ def launch_dkv(
          documents.ccu),
         (*bounds, documents.first_query, documents.queries, B * T, documents.length, span),
         (k.stride(1), k.stride(2), v.stride(1), v.stride(2), D**-0.5 * LOG2E, D**-0.5,
-         *sizes, G, H // G, D, launch.rows, launch.keys, launch.stages, sizes[0] == 0, sets,
+         *sizes, G, H // G, D, power_of_2(D), launch.rows, launch.keys, launch.stages, sizes[0] == 0, sets,
          documents.packed, documents.query_range, gate is not None),
         **launch.gluon_options,
     )  # fmt: skip

@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels.hopper.common import barrier, descriptor, visible
-from tercet.attention.kernels.launch import LOG2E, call
+from tercet.attention.kernels.hopper.common import barrier, descriptor, tile_of, visible
+from tercet.attention.kernels.launch import LOG2E, call, power_of_2
 from tercet.attention.kernels.table import Launch
 from tercet.attention.kernels.tiles import Branch
 from tercet.attention.kernels.varlen import Documents
@@ -35,13 +35,13 @@ def _fetch(
     mbarrier.expect(v_bar, 2 * N * D, there)
     if COMPRESSED:
         compressed = n < count_c
-        tma.async_copy_global_to_shared(KCD, [row_c + n * N, g * D], k_bar, k_s.index(slot), compressed)
-        tma.async_copy_global_to_shared(VCD, [row_c + n * N, g * D], v_bar, v_s.index(slot), compressed)
+        tma.async_copy_global_to_shared(KCD, [g, row_c + n * N, 0], k_bar, k_s.index(slot), compressed)
+        tma.async_copy_global_to_shared(VCD, [g, row_c + n * N, 0], v_bar, v_s.index(slot), compressed)
     if WINDOW:
         window = there & (n >= count_c)
         row = row_w + (n - count_c) * N
-        tma.async_copy_global_to_shared(KWD, [row, g * D], k_bar, k_s.index(slot), window)
-        tma.async_copy_global_to_shared(VWD, [row, g * D], v_bar, v_s.index(slot), window)
+        tma.async_copy_global_to_shared(KWD, [g, row, 0], k_bar, k_s.index(slot), window)
+        tma.async_copy_global_to_shared(VWD, [g, row, 0], v_bar, v_s.index(slot), window)
 
 
 @gluon.jit
@@ -58,9 +58,9 @@ def _row_values(DELTA, GATE, at, inside, M: gl.constexpr, GATED: gl.constexpr, s
 def hopper_dq(
     DQ, QD, DOD, KCD, VCD, LSE_C, DELTA_C, GATE_C, KWD, VWD, LSE_W, DELTA_W, GATE_W,
     length, per_sequence, rows, compressed_length, scale, softmax_scale,
-    W: gl.constexpr, L: gl.constexpr, S: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
-    M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, COMPRESSED: gl.constexpr, WINDOW: gl.constexpr,
-    GATED: gl.constexpr,
+    W: gl.constexpr, L: gl.constexpr, S: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr, SIZE: gl.constexpr,
+    D: gl.constexpr, M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, COMPRESSED: gl.constexpr,
+    WINDOW: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -77,10 +77,10 @@ def hopper_dq(
     size = length
     first = (tile - doc * per_sequence) * M
     if first < size:
-        q_s = gl.allocate_shared_memory(dtype, [M, D], QD.layout)
-        do_s = gl.allocate_shared_memory(dtype, [M, D], DOD.layout)
-        k_s = gl.allocate_shared_memory(dtype, [STAGES, N, D], QD.layout)
-        v_s = gl.allocate_shared_memory(dtype, [STAGES, N, D], QD.layout)
+        q_s = gl.allocate_shared_memory(dtype, [1, 1, M, D], QD.layout)
+        do_s = gl.allocate_shared_memory(dtype, [1, 1, M, D], DOD.layout)
+        k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, N, D], QD.layout)
+        v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, N, D], QD.layout)
         q_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         do_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         k_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -93,8 +93,10 @@ def hopper_dq(
         barrier()
         mbarrier.expect(q_bar, 2 * M * D)
         mbarrier.expect(do_bar, 2 * M * D)
-        tma.async_copy_global_to_shared(QD, [start + first, head * D], q_bar, q_s)
-        tma.async_copy_global_to_shared(DOD, [start + first, head * D], do_bar, do_s)
+        tma.async_copy_global_to_shared(QD, [head, start + first, 0], q_bar, q_s.index(0))
+        tma.async_copy_global_to_shared(DOD, [head, start + first, 0], do_bar, do_s.index(0))
+        q_tile = tile_of(q_s, 0)
+        do_tile = tile_of(do_s, 0)
         position = first + gl.arange(0, M, layout=values)
         inside = position < size
         last = gl.minimum(first + M, size)
@@ -146,8 +148,8 @@ def hopper_dq(
                     lower = upper - W
             mbarrier.wait(k_bars.index(slot), n // STAGES & 1)
             mbarrier.wait(v_bars.index(slot), n // STAGES & 1)
-            s_ = warpgroup_mma(q_s, k_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
-            dp_ = warpgroup_mma(do_s, v_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+            s_ = warpgroup_mma(q_tile, tile_of(k_s, slot).permute((1, 0)), none, use_acc=False, is_async=True)
+            dp_ = warpgroup_mma(do_tile, tile_of(v_s, slot).permute((1, 0)), none, use_acc=False, is_async=True)
             s, dq = warpgroup_mma_wait(1, deps=(s_, acc))
             _fetch(KCD, VCD, KWD, VWD, k_s, v_s, k_bars, v_bars, n + STAGES - 1, count_c, count, row_c, row_w, g,
                    D, N, STAGES, COMPRESSED, WINDOW)  # fmt: skip
@@ -164,13 +166,13 @@ def hopper_dq(
                 p = gl.where((key[None, :] >= lower[:, None]) & (key[None, :] < upper[:, None]), p, 0.0)
             dp, p = warpgroup_mma_wait(0, deps=(dp_, p))
             ds = gl.convert_layout((p * (dp * gate[:, None] - total[:, None])).to(dtype), operand)
-            acc = warpgroup_mma(ds, k_s.index(slot), dq, is_async=True)
+            acc = warpgroup_mma(ds, tile_of(k_s, slot), dq, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(acc,))
         out = gl.convert_layout((dq * softmax_scale).to(dtype), by_row)
         j = first + gl.arange(0, M, layout=gl.SliceLayout(1, by_row))
         d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
-        to = ((start + j).to(gl.int64) * H + head)[:, None] * D + d[None, :]
-        gl.store(DQ + to, out, mask=(j < size)[:, None])
+        to = ((start + j).to(gl.int64) * H + head)[:, None] * SIZE + d[None, :]
+        gl.store(DQ + to, out, mask=(j < size)[:, None] & (d < SIZE)[None, :])
 
 
 def launch_dq(
@@ -191,7 +193,7 @@ def launch_dq(
          lse_w, delta_w, gate_w),
         (*bounds, B * T, documents.compressed_length),
         (D**-0.5 * LOG2E, D**-0.5, config.window, config.compress_block, config.compress_stride, G, H // G, D,
-         launch.rows, launch.keys, launch.stages, kc is not None, kw is not None,
+         power_of_2(D), launch.rows, launch.keys, launch.stages, kc is not None, kw is not None,
          (gate_w if kc is None else gate_c) is not None),
         **launch.gluon_options,
     )  # fmt: skip

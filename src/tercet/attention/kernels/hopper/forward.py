@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tercet.attention.kernels.combine import row_shape
-from tercet.attention.kernels.hopper.common import barrier, descriptor, locate, visible
-from tercet.attention.kernels.launch import LOG2E, call
+from tercet.attention.kernels.hopper.common import barrier, descriptor, locate, tile_of, visible
+from tercet.attention.kernels.launch import LOG2E, call, power_of_2
 from tercet.attention.kernels.table import Launch
 from tercet.attention.kernels.varlen import Documents
 
@@ -30,8 +30,8 @@ def _fetch(KD, VD, k_s, v_s, k_bars, v_bars, n, count, begin, start, g, D: gl.co
     mbarrier.expect(k_bars.index(n % 2), 2 * N * D, key)
     mbarrier.expect(v_bars.index((n + 1) % 2), 2 * N * D, value)
     row = start + begin + n * N
-    tma.async_copy_global_to_shared(KD, [row, g * D], k_bars.index(n % 2), k_s.index(n % 2), key)
-    tma.async_copy_global_to_shared(VD, [row - N, g * D], v_bars.index((n + 1) % 2), v_s.index((n + 1) % 2), value)
+    tma.async_copy_global_to_shared(KD, [g, row, 0], k_bars.index(n % 2), k_s.index(n % 2), key)
+    tma.async_copy_global_to_shared(VD, [g, row - N, 0], v_bars.index((n + 1) % 2), v_s.index((n + 1) % 2), value)
 
 
 @gluon.jit
@@ -49,8 +49,8 @@ def _softmax(s, m, l, i, lower, upper, partly, scale, N: gl.constexpr, scores: g
 def hopper_forward(
     O, LSE, QD, KD, VD, CU, CCU, docs, length, per_sequence, rows,
     compressed_length, scale,
-    W: gl.constexpr, L: gl.constexpr, S: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
-    M: gl.constexpr, N: gl.constexpr, COMPRESSED: gl.constexpr, PACKED: gl.constexpr,
+    W: gl.constexpr, L: gl.constexpr, S: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr, SIZE: gl.constexpr,
+    D: gl.constexpr, M: gl.constexpr, N: gl.constexpr, COMPRESSED: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -89,9 +89,9 @@ def hopper_forward(
             edge = (first + 1) // N * N
             keys = size
         count = (end - begin + N - 1) // N
-        q_s = gl.allocate_shared_memory(dtype, [M, D], QD.layout)
-        k_s = gl.allocate_shared_memory(dtype, [2, N, D], KD.layout)
-        v_s = gl.allocate_shared_memory(dtype, [2, N, D], VD.layout)
+        q_s = gl.allocate_shared_memory(dtype, [1, 1, M, D], QD.layout)
+        k_s = gl.allocate_shared_memory(dtype, [2, 1, N, D], KD.layout)
+        v_s = gl.allocate_shared_memory(dtype, [2, 1, N, D], VD.layout)
         q_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         k_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         v_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -101,7 +101,8 @@ def hopper_forward(
             mbarrier.init(v_bars.index(b), count=1)
         barrier()
         mbarrier.expect(q_bar, 2 * M * D)
-        tma.async_copy_global_to_shared(QD, [row0 + first, head * D], q_bar, q_s)
+        tma.async_copy_global_to_shared(QD, [head, row0 + first, 0], q_bar, q_s.index(0))
+        q_tile = tile_of(q_s, 0)
         _fetch(KD, VD, k_s, v_s, k_bars, v_bars, gl.to_tensor(0), count, begin, start, g, D, N)
         _fetch(KD, VD, k_s, v_s, k_bars, v_bars, gl.to_tensor(1), count, begin, start, g, D, N)
         m = gl.full([M], -1e20, gl.float32, layout=gl.SliceLayout(1, scores))
@@ -110,7 +111,7 @@ def hopper_forward(
         acc = gl.zeros([M, D], gl.float32, layout=sums)
         mbarrier.wait(q_bar, 0)
         mbarrier.wait(k_bars.index(0), 0, count > 0)
-        token = warpgroup_mma(q_s, k_s.index(0).permute((1, 0)), none, use_acc=False, is_async=True)
+        token = warpgroup_mma(q_tile, tile_of(k_s, 0).permute((1, 0)), none, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(token,))
         m, l, _, p = _softmax(s, m, l, begin, lower, upper, (begin < whole) | (begin >= edge), scale, N, scores)
         weights = gl.convert_layout(p.to(dtype), operand)
@@ -118,8 +119,8 @@ def hopper_forward(
         mbarrier.wait(k_bars.index(1), 0, count > 1)
         mbarrier.wait(v_bars.index(0), 0, count > 0)
         for n in range(1, count):
-            token = warpgroup_mma(q_s, k_s.index(n % 2).permute((1, 0)), none, use_acc=False, is_async=True)
-            total = warpgroup_mma(weights, v_s.index((n + 1) % 2), acc, is_async=True)
+            token = warpgroup_mma(q_tile, tile_of(k_s, n % 2).permute((1, 0)), none, use_acc=False, is_async=True)
+            total = warpgroup_mma(weights, tile_of(v_s, (n + 1) % 2), acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=(token,))
             i = begin + n * N
             m, l, fade, p = _softmax(s, m, l, i, lower, upper, (i < whole) | (i >= edge), scale, N, scores)
@@ -135,14 +136,14 @@ def hopper_forward(
         if begin + count * N > keys:
             # Values after the document's last have weight 0, but need not be finite: they belong to another document,
             # or are padding. Only the last tile has any; scores of its keys are masked.
-            values = v_s.index((count + 1) % 2)
+            values = tile_of(v_s, (count + 1) % 2)
             row = gl.arange(0, N, layout=gl.SliceLayout(1, by_row)) + begin + (count - 1) * N
             clean = gl.where((row < end)[:, None], values.load(by_row), 0.0)
             barrier()
             values.store(clean)
             fence_async_shared()
             barrier()
-        total = warpgroup_mma(weights, v_s.index((count + 1) % 2), acc, is_async=True)
+        total = warpgroup_mma(weights, tile_of(v_s, (count + 1) % 2), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(total,))
         # a row that saw no key gets exactly 0 and +inf; NaN must not become 0
         some = l != 0
@@ -154,8 +155,8 @@ def hopper_forward(
         out = gl.convert_layout(gl.where(some, acc / share, 0.0).to(dtype), by_row)
         j = first + gl.arange(0, M, layout=gl.SliceLayout(1, by_row))
         d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
-        to = ((row0 + j).to(gl.int64) * H + head)[:, None] * D + d[None, :]
-        gl.store(O + to, out, mask=(j < size)[:, None])
+        to = ((row0 + j).to(gl.int64) * H + head)[:, None] * SIZE + d[None, :]
+        gl.store(O + to, out, mask=(j < size)[:, None] & (d < SIZE)[None, :])
 
 
 def launch_forward(
@@ -171,7 +172,8 @@ def launch_forward(
         hopper_forward, (documents.token_tiles(launch.rows) * H,),
         (o, lse, descriptor(q, launch.rows), descriptor(k, launch.keys), descriptor(v, launch.keys), cu, documents.ccu),
         (*bounds, B * T, documents.compressed_length),
-        (D**-0.5 * LOG2E, *sizes, G, H // G, D, launch.rows, launch.keys, sizes[0] == 0, documents.packed),
+        (D**-0.5 * LOG2E, *sizes, G, H // G, D, power_of_2(D), launch.rows, launch.keys, sizes[0] == 0,
+         documents.packed),
         **launch.gluon_options,
     )  # fmt: skip
     return o, lse

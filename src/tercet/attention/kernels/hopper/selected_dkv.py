@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tercet.attention.kernels.hopper.common import barrier, entries_of
+from tercet.attention.kernels.hopper.common import barrier, copy_rows, entries_of, real_columns
 
 
 @gluon.constexpr_function
@@ -43,7 +43,7 @@ def _bases(M):
 def _gather(
     ORDER, q_base, do_base, record_base, q_s, do_s, first_s, second_s, full, empty, start, last, steps,
     QT: gl.constexpr, QH: gl.constexpr, OT: gl.constexpr, OH: gl.constexpr, G: gl.constexpr, h: gl.constexpr,
-    M: gl.constexpr, n: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    M: gl.constexpr, n: gl.constexpr, SIZE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The gathering warps: q, dout, and the records in two halves."""
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
@@ -66,10 +66,10 @@ def _gather(
         record = record_base + ((own * H + y % h) * 4)[:, None] + c[None, :]
         mbarrier.wait(empty.index(slot), phase)
         at = (t * QT + hh * QH)[:, None] + d[None, :]
-        async_copy.async_copy_global_to_shared(q_s.index(slot), q_base + at)
+        copy_rows(q_s.index(slot), q_base + at, d, SIZE, D)
         if QT != OT or QH != OH:
             at = (t * OT + hh * OH)[:, None] + d[None, :]
-        async_copy.async_copy_global_to_shared(do_s.index(slot), do_base + at)
+        copy_rows(do_s.index(slot), do_base + at, d, SIZE, D)
         async_copy.async_copy_global_to_shared(first_s.index(slot), record)
         async_copy.async_copy_global_to_shared(second_s.index(slot), record + 2)
         async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
@@ -157,8 +157,8 @@ def _multiply_rows(
 def _multiply_keys(
     k_s, v_s, q_s, do_s, first_s, second_s, ds_s, dq_s, full, empty, ORDER, PARTIAL_DQ, start, last, steps, partly,
     wholly, count, ahead, begin, scale,
-    SLOTS: gl.constexpr, h: gl.constexpr, M: gl.constexpr, BS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    WITH_DQ: gl.constexpr,
+    SLOTS: gl.constexpr, h: gl.constexpr, M: gl.constexpr, BS: gl.constexpr, SIZE: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     """Sᵀ, with rows of keys and M columns, fewer than 64."""
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16])
@@ -217,12 +217,12 @@ def _multiply_keys(
             x = j * M + gl.arange(0, M, layout=gl.SliceLayout(1, by_row))
             d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
             e = entries_of(ORDER, x, start, last, h)
-            to = ((e - begin * SLOTS) * h + x % h) * D
+            to = ((e - begin * SLOTS) * h + x % h) * SIZE
             dq_ = warpgroup_mma_wait(2, deps=(dq,))
             dq_s.permute((1, 0)).store(dq_.to(dtype))
             barrier()
             partial = dq_s.load(by_row)
-            gl.store(PARTIAL_DQ + to[:, None] + d[None, :], partial, mask=(x < count)[:, None])
+            gl.store(PARTIAL_DQ + to[:, None] + d[None, :], partial, mask=real_columns(x < count, d, SIZE, D))
         before = slot
         phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
@@ -234,8 +234,8 @@ def _multiply_keys(
 def _multiply(
     k_s, v_s, q_s, do_s, first_s, second_s, ds_s, other_s, full, empty, ORDER, PARTIAL_DQ, start, last, steps, partly,
     wholly, count, ahead, begin, scale,
-    SLOTS: gl.constexpr, h: gl.constexpr, M: gl.constexpr, BS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    WITH_DQ: gl.constexpr,
+    SLOTS: gl.constexpr, h: gl.constexpr, M: gl.constexpr, BS: gl.constexpr, SIZE: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: dk and dv of the piece and, WITH_DQ, the dq of its rows from this block."""
     if M == 64:
@@ -246,7 +246,7 @@ def _multiply(
     else:
         dk, dv = _multiply_keys(
             k_s, v_s, q_s, do_s, first_s, second_s, ds_s, other_s, full, empty, ORDER, PARTIAL_DQ, start, last, steps,
-            partly, wholly, count, ahead, begin, scale, SLOTS, h, M, BS, D, STAGES, WITH_DQ,
+            partly, wholly, count, ahead, begin, scale, SLOTS, h, M, BS, SIZE, D, STAGES, WITH_DQ,
         )  # fmt: skip
     return dk, dv
 
@@ -256,11 +256,11 @@ def hopper_selected_dkv(
     Q, K, V, DOUT, RECORDS, ORDER, PIECE, LISTS, DECISION, PARTIAL_DQ, SUMS,
     r, begin, seen, lists, slots, L, T, queries, first_query, scale, qb, ob, kb, kt, kg, vb, vt, vg,
     QT: gl.constexpr, QH: gl.constexpr, OT: gl.constexpr, OH: gl.constexpr,
-    G: gl.constexpr, h: gl.constexpr, M: gl.constexpr, n: gl.constexpr, BS: gl.constexpr, D: gl.constexpr,
-    SEGMENT: gl.constexpr, STAGES: gl.constexpr, GATHERING: gl.constexpr,
+    G: gl.constexpr, h: gl.constexpr, M: gl.constexpr, n: gl.constexpr, BS: gl.constexpr, SIZE: gl.constexpr,
+    D: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr, GATHERING: gl.constexpr,
     DECIDE: gl.constexpr, WITH_DQ: gl.constexpr, QUERY_RANGE: gl.constexpr,
 ):  # fmt: skip
-    """DECIDE: run only if the range's decision is WITH_DQ. PARTIAL_DQ: [tokens of the range, G, n, h, D]."""
+    """DECIDE: run only if the range's decision is WITH_DQ. PARTIAL_DQ: [tokens of the range, G, n, h, SIZE]."""
     # _multiply_rows returns dKᵀ and dVᵀ
     transposed: gl.constexpr = M == 64
     sums: gl.constexpr = gl.NVMMADistributedLayout(
@@ -317,7 +317,7 @@ def hopper_selected_dkv(
             # there out of dq.
             seen_last = (gl.load(ORDER + last) // (G * n)).to(gl.int32) + ahead
             inside = inside & (i <= gl.where(start < forced, BS, seen_last))
-        inside = inside[:, None]
+        inside = real_columns(inside, d, SIZE, D)
         at_k = K + (first.to(gl.int64) * kt + b64 * kb + g.to(gl.int64) * kg)
         at_v = V + (first.to(gl.int64) * vt + b64 * vb + g.to(gl.int64) * vg)
         k = gl.load(at_k + (i * kt)[:, None] + d[None, :], mask=inside, other=0.0)
@@ -338,25 +338,29 @@ def hopper_selected_dkv(
         dk, dv = gl.warp_specialize(
             [
                 (_multiply, (k_s, v_s, q_s, do_s, first_s, second_s, ds_s, other_s, full, empty, ORDER, PARTIAL_DQ,
-                             start, last, steps, partly, wholly, count, ahead, begin, scale, G * n, h, M, BS, D, STAGES,
-                             WITH_DQ)),
+                             start, last, steps, partly, wholly, count, ahead, begin, scale, G * n, h, M, BS, SIZE, D,
+                             STAGES, WITH_DQ)),
                 (_gather, (ORDER, q_base, do_base, record_base, q_s, do_s, first_s, second_s, full, empty, start, last,
-                           steps, QT, QH, OT, OH, G, h, M, n, D, STAGES)),
+                           steps, QT, QH, OT, OH, G, h, M, n, SIZE, D, STAGES)),
             ],
             [4], [GATHERING],
         )  # fmt: skip
         # a list of one piece adds to its sum directly: earlier ranges were earlier launches
         whole = list_end - gl.load(LISTS + lst) <= SEGMENT
         place = gl.where(whole, slots + lst % (G * L), gl.program_id(0))
-        out = SUMS + place.to(gl.int64) * (BS * 2 * D)
+        out = SUMS + place.to(gl.int64) * (BS * 2 * SIZE)
         if transposed:
             key = gl.arange(0, BS, layout=gl.SliceLayout(0, sums))
-            out = out + (key * (2 * D))[None, :] + gl.arange(0, D, layout=gl.SliceLayout(1, sums))[:, None]
+            d = gl.arange(0, D, layout=gl.SliceLayout(1, sums))
+            out = out + (key * (2 * SIZE))[None, :] + d[:, None]
         else:
             key = gl.arange(0, BS, layout=gl.SliceLayout(1, sums))
-            out = out + (key * (2 * D))[:, None] + gl.arange(0, D, layout=gl.SliceLayout(0, sums))[None, :]
+            d = gl.arange(0, D, layout=gl.SliceLayout(0, sums))
+            out = out + (key * (2 * SIZE))[:, None] + d[None, :]
+        # only tiles of keys by columns have columns to spare
+        real = None if transposed else real_columns(key < BS, d, SIZE, D)
         if whole & (first < seen):
-            dk += gl.load(out)
-            dv += gl.load(out + D)
-        gl.store(out, dk)
-        gl.store(out + D, dv)
+            dk += gl.load(out, mask=real)
+            dv += gl.load(out + SIZE, mask=real)
+        gl.store(out, dk, mask=real)
+        gl.store(out + SIZE, dv, mask=real)

@@ -19,14 +19,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tercet.attention.kernels.hopper.common import barrier, entries_of, fast_log2, fast_reciprocal, stored_rows
+from tercet.attention.kernels.hopper.common import (
+    barrier,
+    copy_rows,
+    entries_of,
+    fast_log2,
+    fast_reciprocal,
+    real_columns,
+    stored_rows,
+)
 
 
 @gluon.jit
 def _gather(
     ORDER, q_base, q_s, full, empty, start, last, steps,
     QT: gl.constexpr, QH: gl.constexpr, G: gl.constexpr, h: gl.constexpr, M: gl.constexpr, n: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr,
+    SIZE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The gathering warps: q."""
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -40,7 +48,7 @@ def _gather(
         t = (e.to(gl.uint32) // (G * n)).to(gl.int32)
         at = (t * QT + x % h * QH)[:, None] + d[None, :]
         mbarrier.wait(empty.index(slot), phase)
-        async_copy.async_copy_global_to_shared(q_s.index(slot), q_base + at)
+        copy_rows(q_s.index(slot), q_base + at, d, SIZE, D)
         async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
         x += M
         e = entries_of(ORDER, x, start, last, h)
@@ -51,8 +59,8 @@ def _gather(
 @gluon.jit
 def _attend(
     k_s, v_s, q_s, full, empty, ORDER, PARTIAL, PARTIAL_LSE, start, last, steps, count, begin, scale,
-    SLOTS: gl.constexpr, h: gl.constexpr, M: gl.constexpr, BS: gl.constexpr, D: gl.constexpr, W: gl.constexpr,
-    STAGES: gl.constexpr,
+    SLOTS: gl.constexpr, h: gl.constexpr, M: gl.constexpr, BS: gl.constexpr, SIZE: gl.constexpr, D: gl.constexpr,
+    W: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The attending warps: each row's softmax over the block's keys, and its output."""
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BS, 16])
@@ -82,7 +90,7 @@ def _attend(
         to = (e - begin * SLOTS) * h + x % h
         gl.store(PARTIAL_LSE + to, m + fast_log2(l), mask=x < count)
         factor = gl.convert_layout(fast_reciprocal(l), gl.SliceLayout(1, outputs), assert_trivial=True)
-        at = gl.convert_layout(to * D, gl.SliceLayout(1, stored), assert_trivial=True)
+        at = gl.convert_layout(to * SIZE, gl.SliceLayout(1, stored), assert_trivial=True)
         real = gl.convert_layout(x < count, gl.SliceLayout(1, stored), assert_trivial=True)
         for i in gl.static_range(D // W):
             out = warpgroup_mma_wait(0, deps=(o,))
@@ -90,7 +98,7 @@ def _attend(
                 o = warpgroup_mma(weights, v_s.index(i + 1), none, use_acc=False, is_async=True)
             out = gl.convert_layout((out * factor[:, None]).to(dtype), stored)
             part = PARTIAL + (at + i * W)[:, None] + d[None, :]
-            gl.store(part, out, mask=real[:, None], eviction_policy="evict_first")
+            gl.store(part, out, mask=real_columns(real, i * W + d, SIZE, D), eviction_policy="evict_first")
         phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
 
@@ -99,10 +107,10 @@ def _attend(
 def hopper_selected_forward(
     Q, K, V, ORDER, PIECE, LISTS, DECISION, PARTIAL, PARTIAL_LSE, r, begin, lists, slots, L, T, scale, qb, kb, kt, kg,
     vb, vt, vg, QT: gl.constexpr, QH: gl.constexpr, G: gl.constexpr, h: gl.constexpr, M: gl.constexpr, n: gl.constexpr,
-    BS: gl.constexpr, D: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr, GATHERING: gl.constexpr,
-    PARTS: gl.constexpr,
+    BS: gl.constexpr, SIZE: gl.constexpr, D: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr,
+    GATHERING: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Program (piece, one of its PARTS parts). PARTIAL: [tokens of the range, G, n, h, D]. Forced entries are
+    """Program (piece, one of its PARTS parts). PARTIAL: [tokens of the range, G, n, h, SIZE]. Forced entries are
     query_major_forward's."""
     W: gl.constexpr = 64  # columns of a part of V
     by_key: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -133,7 +141,7 @@ def hopper_selected_forward(
         q_base = Q + (b64 * qb + g.to(gl.int64) * h * QH)
         i = gl.arange(0, BS, layout=gl.SliceLayout(1, by_key))
         d = gl.arange(0, D, layout=gl.SliceLayout(0, by_key))
-        inside = (first + i < (b + 1) * T)[:, None]
+        inside = real_columns(first + i < (b + 1) * T, d, SIZE, D)
         at_k = K + (first.to(gl.int64) * kt + b64 * kb + g.to(gl.int64) * kg)
         at_v = V + (first.to(gl.int64) * vt + b64 * vb + g.to(gl.int64) * vg)
         k = gl.load(at_k + (i * kt)[:, None] + d[None, :], mask=inside, other=0.0)
@@ -144,8 +152,8 @@ def hopper_selected_forward(
         by_part: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [4, 1], [1, 0])
         i = gl.arange(0, BS, layout=gl.SliceLayout(1, by_part))
         d = gl.arange(0, W, layout=gl.SliceLayout(0, by_part))
-        inside = (first + i < (b + 1) * T)[:, None]
         for c in gl.static_range(D // W):
+            inside = real_columns(first + i < (b + 1) * T, c * W + d, SIZE, D)
             v = gl.load(at_v + (i * vt)[:, None] + (c * W + d)[None, :], mask=inside, other=0.0)
             v_s.index(c).store(v)
         fence_async_shared()
@@ -153,8 +161,9 @@ def hopper_selected_forward(
         gl.warp_specialize(
             [
                 (_attend, (k_s, v_s, q_s, full, empty, ORDER, PARTIAL, PARTIAL_LSE, start, end - 1, steps, count, begin,
-                           scale, G * n, h, M, BS, D, W, STAGES)),
-                (_gather, (ORDER, q_base, q_s, full, empty, start, end - 1, steps, QT, QH, G, h, M, n, D, STAGES)),
+                           scale, G * n, h, M, BS, SIZE, D, W, STAGES)),
+                (_gather, (ORDER, q_base, q_s, full, empty, start, end - 1, steps, QT, QH, G, h, M, n, SIZE, D,
+                           STAGES)),
             ],
             [4], [GATHERING],
         )  # fmt: skip

@@ -245,7 +245,7 @@ def selected_forward(
             qb, qt, qh, *keys = c.strides
             args = (
                 q, k, v, *tables, p.L, p.T, scale, qb, *keys, qt, qh, p.G, p.h, hopper.rows, p.n, p.select_block, p.dk,
-                p.segment, hopper.stages, hopper.gathering, p.forward_parts,
+                padded(p.dk), p.segment, hopper.stages, hopper.gathering, p.forward_parts,
             )  # fmt: skip
             grid = (p.forward_parts * grid[0], 1, 1)
             c.launch(hopper_selected_forward, grid, args, p.forward_parts, **hopper.gluon_options)
@@ -321,8 +321,8 @@ def selected_backward(
                 qb, qt, qh, *keys, ob, ot, oh = c.strides[:12]
                 args = (
                     q, k, v, dout, records, *tables, partial, sums, *where, qb, ob, *keys, qt, qh, ot, oh, p.G, p.h,
-                    hopper.rows, p.n, p.select_block, p.dk, p.segment, hopper.stages, hopper.gathering,
-                    not p.query_major_only, with_dq, c.query_range,
+                    hopper.rows, p.n, p.select_block, p.dk, padded(p.dk), p.segment, hopper.stages,
+                    hopper.gathering, not p.query_major_only, with_dq, c.query_range,
                 )  # fmt: skip
                 c.launch(hopper_selected_dkv, grid, args, with_dq, **hopper.gluon_options)
             elif s.dkv_transposed and not with_dq:
