@@ -56,7 +56,7 @@ def test_hopper_keeps_scores_in_registers(shape: str, packed: bool) -> None:
     with compiling(90) as found:
         block_sparse(shape, packed=packed, scoring=True)
     kernels = [c.name for c in found if c.name != "compressed_bounds_kernel"]
-    assert kernels == ["compressed_lse_kernel", "scores_kernel", "select_kernel"]
+    assert kernels == ["compressed_lse_kernel", "hopper_scores", "select_kernel"]
     assert [c for c in found if c.stack > CHOSEN.get((c.name, shape), 0)] == []
     assert all(c.shared <= SHARED_KIB[90] * 1024 for c in found)
 

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 import tercet
-from tercet.attention.kernels import compressed, window
+from tercet.attention.kernels import compressed, scores, window
 from tercet.attention.kernels.combine import by_branch, deltas
 from tercet.attention.kernels.dq import compressed_window_dq
 from tercet.attention.kernels.table import Launch, triton_launch
@@ -99,6 +99,20 @@ def test_gluon_kernels_agree_with_tritons_on_a_query_range(heads: int, size: int
 @pytest.mark.parametrize(("heads", "size"), [(12, 64), (8, 96), (8, 128)])
 def test_gluon_kernels_agree_with_tritons_around_an_empty_document(heads: int, size: int) -> None:
     assert_alike(Shape(1, 3001, heads, 2, size), tercet.NSAConfig(), [0, 20, 500, 500, 1531, 3001])
+
+
+@pytest.mark.parametrize("cuts", [[], [0, 20, 21, 1500, 1531, 4001]], ids=["plain", "packed"])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(12, 2, 64), (12, 4, 64), (16, 1, 96), (32, 2, 128)])
+def test_gluons_scores_select_the_blocks_of_tritons(heads: int, groups: int, size: int, cuts: list[int]) -> None:
+    config, shape = tercet.NSAConfig(), Shape(1, 4001, heads, groups, size)
+    x = make_inputs(shape, config, "random", 0.0)
+    cu = torch.tensor(cuts, dtype=torch.int32, device="cuda") if cuts else None
+    ccu = None if cu is None else compressed_bounds(cu, config.compress_block, config.compress_stride)
+    documents = Documents(1, shape.T, x.kc.shape[1], cu, ccu)
+    _, lse = compressed.forward(x.q, x.kc, x.vc, config, documents)
+    found = scores.select(x.q, x.kc, lse, config, documents)
+    wanted = scores.select(x.q, x.kc, lse, config, documents, triton_launch("score", x.q, x.kc))
+    assert (found != wanted).double().mean() < 1e-4  # scores within a rounding error of each other may change places
 
 
 def test_gluon_kernels_give_the_same_bits_again() -> None:
