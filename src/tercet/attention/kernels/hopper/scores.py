@@ -66,22 +66,23 @@ def hopper_scores(
         end = gl.minimum(visible(last, L, S), (last // BLOCK - LOCAL + 1) * (BLOCK // S))
         count = (end + N - 1) // N
         barrier()
-        for b in gl.static_range(STAGES - 1):
+        for b in gl.static_range(STAGES):
             _fetch(KD, k_s, bars, gl.to_tensor(b), count, c0, g, D, N, STAGES)
-        # all heads of the queries, in row tiles; idle rows get +inf for their lse, hence p = 0
+        # all heads of the queries, in row tiles, HT heads of a query in a row, so that adding them up needs one warp;
+        # idle rows get +inf for their lse, hence p = 0
         r = gl.arange(0, M, layout=gl.SliceLayout(1, by_row))
         d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
-        row = (start + first + r % QT).to(gl.int64)
+        row = (start + first + r // HT).to(gl.int64)
         o = gl.arange(0, M, layout=own)
-        own_row = (start + first + o % QT).to(gl.int64)
+        own_row = (start + first + o // HT).to(gl.int64)
         lses = ()
         for x in gl.static_range(TILES):
-            h = x * HT + r // QT
-            inside = real_columns((h < HEADS) & (first + r % QT < size), d, SIZE, D)
+            h = x * HT + r % HT
+            inside = real_columns((h < HEADS) & (first + r // HT < size), d, SIZE, D)
             q = gl.load(Q + (row * q_t + (g * HEADS + h) * q_h)[:, None] + d[None, :], mask=inside, other=0.0)
             q_s.index(x).store(q)
-            h = x * HT + o // QT
-            inside = (h < HEADS) & (first + o % QT < size)
+            h = x * HT + o % HT
+            inside = (h < HEADS) & (first + o // HT < size)
             at = (g * HEADS + h).to(gl.int64) * rows + own_row
             lses = lses + (gl.load(LSE + at, mask=inside, other=float("inf")) - 100.0,)
         # the share of each compressed token's tokens that lies in a block, and in the next tile's first block
@@ -93,7 +94,7 @@ def hopper_scores(
         narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, NBP], gl.bfloat16)
         share_s = gl.allocate_shared_memory(gl.bfloat16, [N, NBP], narrow, share)
         key = gl.arange(0, N, layout=gl.SliceLayout(0, products))
-        seen = gl.minimum(visible(first + o % QT, L, S), end)
+        seen = gl.minimum(visible(first + o // HT, L, S), end)
         whole = gl.minimum(visible(first, L, S), end) // N
         carry = gl.zeros([M], gl.float32, layout=own)
         none = gl.zeros([M, N], gl.float32, layout=products)
@@ -105,33 +106,40 @@ def hopper_scores(
         else:
             t = gl.arange(0, QT, layout=gl.SliceLayout(1, by_score))
             c = gl.arange(0, NBP, layout=gl.SliceLayout(0, by_score))
+        blocks = blocks // 4 * 4  # a multiple of 4, now to the compiler too
         out = SCORES + ((local_tile * QT + t).to(gl.int64) * G + g)[:, None] * blocks + c[None, :]
         there = (first + t < size)[:, None] & (c < NB)[None, :]
         fence_async_shared()
         barrier()
+        mbarrier.wait(bars.index(0), 0, count > 0)
+        first_tile = tile_of(k_s, 0).permute((1, 0))
+        products_ = warpgroup_mma(q_s.index(0), first_tile, none, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(products_,))
         for n in range(count):
-            mbarrier.wait(bars.index(n % STAGES), n // STAGES & 1)
             k = tile_of(k_s, n % STAGES).permute((1, 0))
-            products_ = warpgroup_mma(q_s.index(0), k, none, use_acc=False, is_async=True)
-            # all warps are done with the previous slot: refill it
-            _fetch(KD, k_s, bars, n + STAGES - 1, count, c0, g, D, N, STAGES)
             p = none
             for x in gl.static_range(TILES):
                 if x + 1 < TILES:
                     following = warpgroup_mma(q_s.index(x + 1), k, none, use_acc=False, is_async=True)
-                # p: its exponentials must not move behind the wait, where they would keep registers
-                s, p = warpgroup_mma_wait(1 if x + 1 < TILES else 0, deps=(products_, p))
+                else:
+                    after = n + 1
+                    mbarrier.wait(bars.index(after % STAGES), after // STAGES & 1, after < count)
+                    k = tile_of(k_s, after % STAGES).permute((1, 0))
+                    following = warpgroup_mma(q_s.index(0), k, none, use_acc=False, is_async=True)
                 p = p + gl.exp2(s * scale - lses[x][:, None])
-                if x + 1 < TILES:
-                    products_ = following
+                # p: its exponentials must not move behind the wait, where they would keep registers
+                s, p = warpgroup_mma_wait(0, deps=(following, p))
+            _fetch(KD, k_s, bars, n + STAGES, count, c0, g, D, N, STAGES)
             if n >= whole:
                 token = n * N + key  # not kept in registers, since it depends on n
                 p = gl.where(token[None, :] < seen[:, None], p, 0.0)
-            # 17 bits, which two bf16 numbers hold exactly (scores.py)
-            p = (p.to(gl.int32, bitcast=True) & -128).to(gl.float32, bitcast=True)
-            high = p.to(gl.bfloat16)
-            low = gl.convert_layout((p - high.to(gl.float32)).to(gl.bfloat16), operand)
-            high = gl.convert_layout(high, operand)
+            # p cut to 17 bits, which two bf16 numbers hold exactly (scores.py). Rounded as integers, since converting
+            # single numbers to bf16 takes as long as exponentials.
+            bits = p.to(gl.int32, bitcast=True) & -128
+            p = bits.to(gl.float32, bitcast=True)
+            rounded = ((bits + 0x8000) & -0x10000).to(gl.float32, bitcast=True)
+            high = gl.convert_layout(rounded.to(gl.bfloat16), operand)
+            low = gl.convert_layout((p - rounded).to(gl.bfloat16), operand)
             by_high = warpgroup_mma(high, share_s, nothing, use_acc=False, is_async=True)
             by_low = warpgroup_mma(low, share_s, nothing, use_acc=False, is_async=True)
             by_high_, by_low_ = warpgroup_mma_wait(0, deps=(by_high, by_low))
@@ -143,7 +151,7 @@ def hopper_scores(
                 reach: gl.constexpr = (L - (m + 1) * S) / L
                 carry = carry + gl.sum(gl.where((key == N - 1 - m)[None, :], p, 0.0), 1) * reach
             if HT > 1:
-                score = gl.convert_layout(gl.sum(gl.reshape(score, [HT, QT, NBP]), 0), by_score)
+                score = gl.convert_layout(gl.sum(gl.reshape(score, [QT, HT, NBP]), 1), by_score)
             gl.store(out + n * NB, score, mask=there & (n * NB + c < blocks)[None, :])
 
 
