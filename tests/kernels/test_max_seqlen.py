@@ -126,7 +126,7 @@ def test_score_rows_are_as_wide_as_max_seqlen(monkeypatch: pytest.MonkeyPatch) -
     ):
         launches.clear()
         documents = Documents(1, 65536, 4096, bounds, bounds, longest=longest)
-        score.select(q, kc, torch.zeros(1, 1, 65536), tercet.NSAConfig(), documents)
+        score.select(q, kc, torch.zeros(1, 1, 65536), tercet.NSAConfig(), documents, scratch_bytes=256 << 20)
         assert launches == expected
 
 

@@ -31,7 +31,7 @@ from tercet.attention.kernels.tiles import load_tile
 from tercet.attention.kernels.tma import descriptors
 from tercet.attention.kernels.varlen import Documents, locate_queries, visible
 
-SCRATCH_BYTES = 256 << 20
+SCRATCH_BYTES = 512 << 20  # at 64k tokens and two KV heads one range of queries: a second one adds a tail
 _SIDE_BY_SIDE = 4  # most rows that one program selects for at once
 WIDEST = 1024  # most scores that one program selects from; longer rows take two rounds
 _PER_BATCH = [

@@ -87,10 +87,8 @@ TABLE: tuple[Row, ...] = (
     Row(("compressed_key_gradients",), "hopper.dkv", (9,), (64,), Launch(stages=3, parts=48), gluon=True),
     Row(("window_key_gradients",), "hopper.dkv", (9,), (64,), Launch(stages=3), gluon=True),
     Row(DKV, "hopper.dkv", (9,), (96, 128), Launch(), gluon=True),
-    Row(
-        ("score",), "hopper.scores", (9,), (64,), Launch(stages=3, held=6, registers=168), gluon=True, query_range=False
-    ),
-    Row(("score",), "hopper.scores", (9,), (96, 128), Launch(stages=2, held=4), gluon=True, query_range=False),
+    Row(("score",), "hopper.scores", (9,), (64,), Launch(held=6), gluon=True, query_range=False),
+    Row(("score",), "hopper.scores", (9,), (96, 128), Launch(held=4), gluon=True, query_range=False),
     # registers: the mean over the warps that gather and those that multiply
     Row(("selected_partials",), "hopper.selected_forward", (9,), (64,), Launch(stages=4, registers=64), gluon=True),
     Row(("selected_partials",), "hopper.selected_forward", (9,), (96, 128), Launch(registers=80), gluon=True),
