@@ -31,7 +31,7 @@ from tercet.attention.kernels.tiles import load_tile
 from tercet.attention.kernels.tma import descriptors
 from tercet.attention.kernels.varlen import Documents, locate_queries, visible
 
-SCRATCH_BYTES = 512 << 20  # at 64k tokens and two KV heads one range of queries: a second one adds a tail
+SCRATCH_BYTES = 576 << 20  # one range of queries at 64k tokens and two KV heads, also packed: each range has a tail
 _SIDE_BY_SIDE = 4  # most rows that one program selects for at once
 WIDEST = 1024  # most scores that one program selects from; longer rows take two rounds
 _PER_BATCH = [
@@ -192,30 +192,41 @@ def _bits(x):
 
 
 @triton.jit
-def _place(taken):
-    """How many taken elements precede each element of a row. Each 32 are the bits of a number, so that a row has only
-    a few numbers to add up."""
+def _store_places(OUT, taken):
+    """Stores the places of each row's taken elements in ascending order. Each 32 elements are the bits of a number, so
+    that a row has only a few numbers to add up and to take apart."""
     R: tl.constexpr = taken.shape[0]
     N: tl.constexpr = taken.shape[1]
     lane = tl.arange(0, 32)[None, None, :].to(tl.uint32)
     word = tl.sum(tl.reshape(taken, [R, N // 32, 32]).to(tl.uint32) << lane, 2)
-    count = _bits(word)
-    before = tl.cumsum(count, 1) - count
-    return tl.reshape(before[:, :, None] + _bits(word[:, :, None] & ((1 << lane) - 1)), [R, N]).to(tl.int32)
+    number = tl.broadcast_to(tl.arange(0, N // 32)[None, :], [R, N // 32])
+    word = tl.gather(word, number, 1)
+    count = _bits(word).to(tl.int32)
+    to = OUT[:, None] + tl.cumsum(count, 1) - count
+    while tl.max(tl.max(count, 1), 0) > 0:
+        below = _bits((word & (0 - word)) - 1).to(tl.int32)
+        tl.store(to, number * 32 + below, mask=count > 0)
+        to += 1
+        count -= 1
+        word = word & (word - 1)
 
 
 @triton.jit
-def _threshold(key, wanted, low, high):
-    """`low` raised as far as `wanted` keys of each row are at least as large; at most to `high`, the largest key.
+def _threshold(key, wanted, low, high, middle):
+    """`low` raised as far as `wanted` keys of each row are at least as large; at most to `high`, the largest key. And
+    how many keys are: a number over `wanted` if that is not known.
 
-    One count per step; the rows of a tile overlap the latency of each other's counts."""
+    One count per step, the first at `middle`; the rows of a tile overlap the latency of each other's counts."""
+    many = tl.where(high < 0, 0, key.shape[1] + 1)
     while tl.max(high - low, 0) > 0:
-        middle = low + (high - low + 1) // 2
         count = _at_least(key, middle)
-        # a finished row has low = high = middle, and keeps them
-        high = tl.where((low < high) & (count < wanted), middle - 1, tl.where(count == wanted, middle, high))
-        low = tl.where(count >= wanted, middle, low)
-    return low
+        going = low < high
+        enough = going & (count >= wanted)
+        high = tl.where(going & (count < wanted), middle - 1, tl.where(enough & (count == wanted), middle, high))
+        low = tl.where(enough, middle, low)
+        many = tl.where(enough, count, many)
+        middle = low + (high - low + 1) // 2
+    return low, many
 
 
 @triton.jit
@@ -223,28 +234,32 @@ def largest(key, wanted, FEW_FIRST: tl.constexpr = True):
     """Mask of each row's `wanted` largest keys, lowest index first among equals. key: int32, -1 for none.
 
     Binary search for the value of the smallest key taken: a few counts, whatever the number wanted. Taking the maximum
-    `wanted` times costs as much at 13 and grows with it. FEW_FIRST: long rows begin with a search among the largest of
-    each N / 128 keys. It is cheap, and its result a lower bound: as many keys are at least as large. That leaves few
-    counts over all keys, but more counts altogether. (With more than 128 wanted it finds nothing.)"""
+    `wanted` times costs as much at 13 and grows with it. It begins at a 16th of the largest score. FEW_FIRST: long rows
+    begin with a search among the largest of each N / 128 keys. It is cheap, and its result a lower bound: as many keys
+    are at least as large, and often no more, so that one count over all keys remains. (With more than 128 wanted it
+    finds nothing.)"""
     R: tl.constexpr = key.shape[0]
     N: tl.constexpr = key.shape[1]
     high = tl.max(key, 1)
     low = tl.minimum(high, 0)
+    middle = tl.maximum(low + (high - low + 1) // 2, high - (4 << 23))
     if FEW_FIRST and N >= 256:
-        low = _threshold(tl.max(tl.reshape(key, [R, N // 128, 128]), 1), wanted, low, high)
-    low = _threshold(key, wanted, low, high)
-    place = tl.arange(0, N)[None, :]
-    last = tl.full([R], N - 1, tl.int32)
-    if tl.max(_at_least(key, tl.maximum(low, 0)), 0) > wanted:
+        low, _ = _threshold(tl.max(tl.reshape(key, [R, N // 128, 128]), 1), wanted, low, high, middle)
+        middle = low
+    low, many = _threshold(key, wanted, low, high, middle)
+    if tl.max(many, 0) > wanted:
         # several keys equal the smallest one taken: search for the place of the last of them that is taken
+        place = tl.arange(0, N)[None, :]
         missing = wanted - tl.sum((key > low[:, None]).to(tl.int32), 1)
         first = tl.zeros([R], tl.int32)
+        last = tl.full([R], N - 1, tl.int32)
         while tl.max(last - first, 0) > 0:
             middle = (first + last) // 2
             enough = tl.sum(((key == low[:, None]) & (place <= middle[:, None])).to(tl.int32), 1) >= missing
             first = tl.where(enough | (first == last), first, middle + 1)
             last = tl.where(enough, middle, last)
-    return (key > low[:, None]) | ((key == low[:, None]) & (key >= 0) & (place <= last[:, None]))
+        key = tl.where((key == low[:, None]) & (place > last[:, None]), -1, key)
+    return key >= tl.maximum(low, 0)[:, None]
 
 
 @triton.jit
@@ -260,8 +275,8 @@ def _load_keys(SCORES, block, end, blocks, INITIAL: tl.constexpr, PACKED: tl.con
     else:  # the host knows the length; a bound would cost registers
         there = end
     aligned = (there + 3) // 4 * 4  # rows have a multiple of 4 scores: load 4 at once
-    score = tl.load(SCORES[:, None] + block, mask=block < aligned[:, None], other=float("-inf"))
-    key = tl.where(score >= 0, score, 0.0).to(tl.int32, bitcast=True)
+    score = tl.load(SCORES[:, None] + block, mask=block < aligned[:, None], other=0.0)
+    key = tl.maximum(score, 0.0).to(tl.int32, bitcast=True)  # 0 for NaN
     return tl.where((block >= INITIAL) & (block < end[:, None]), key, -1)
 
 
@@ -270,9 +285,7 @@ def _choose_range(
     SCORES, OUT, end, blocks, INITIAL: tl.constexpr, WANTED: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     block = tl.arange(0, NP)[None, :]
-    taken = largest(_load_keys(SCORES, block, end, blocks, INITIAL, PACKED), WANTED)
-    to = OUT[:, None] + _place(taken)
-    tl.store(to, tl.broadcast_to(block, taken.shape), mask=taken)
+    _store_places(OUT, largest(_load_keys(SCORES, block, end, blocks, INITIAL, PACKED), WANTED))
 
 
 @triton.jit(do_not_specialize=_PER_BATCH[:7])
