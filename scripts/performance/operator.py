@@ -130,7 +130,10 @@ def _cliffs(found: Sequence[Row]) -> str:
     sizes = {head: against_128(found, head) for head in sorted({row["head"] for row in found} - {128})}
     times = (f"head {head} {min(ratios):.2f} to {max(ratios):.2f}×" for head, ratios in sizes.items())
     words.append(f"Time against head 128: {', '.join(times)}.")
-    return paragraph(" ".join([*words, "Heads of 96 and 192 are padded to 128 and 256 and run on Triton kernels."]))
+    words.append(
+        "Tiles have columns of zeros up to 128 and 256 for heads of 96 and 192. Heads of 192 run on Triton kernels."
+    )
+    return paragraph(" ".join(words))
 
 
 def operator_kernels() -> str:

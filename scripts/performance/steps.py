@@ -152,7 +152,7 @@ GROUPS = (
     ("elementwise, norms, SwiGLU, loss", r"^triton_|swiglu|^_gradient$"),
     ("copies, sorts, other PyTorch kernels", r"^void |at::|cub|Mem(cpy|set)|memcpy|memset"),
     ("NSA, selected branch", r"query_major|kv_major|selected|partials|sum_dq|sum_dkv|_lists|sort_keys|choose_design"),
-    ("NSA, compressed and window branches", r"compressed|window|hopper_"),
+    ("NSA, compressed and window branches", r"compressed|window|hopper_(forward|dkv|dq)"),
     ("NSA, scores and block selection", r"score|select|shortlist"),
     ("NSA, gates, delta, QKV split", r""),
 )

@@ -1,5 +1,5 @@
-"""Block importance, in place of scores.scores_kernel: the product of one row tile runs during the exponentials of the
-one before it. Whole sequences only."""
+"""Block importance, in place of scores.scores_kernel: a row tile's product runs during the exponentials of the row tile
+before it, from key tile to key tile too. Whole sequences only."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def hopper_scores(
         barrier()
         for b in gl.static_range(STAGES):
             _fetch(KD, k_s, bars, gl.to_tensor(b), count, c0, g, D, N, STAGES)
-        # all heads of the queries, in row tiles, HT heads of a query in a row, so that adding them up needs one warp;
-        # idle rows get +inf for their lse, hence p = 0
+        # all heads of the queries, in row tiles. The HT heads of a query follow one another, so that one warp adds them
+        # up. Idle rows get +inf for their lse, hence p = 0
         r = gl.arange(0, M, layout=gl.SliceLayout(1, by_row))
         d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
         row = (start + first + r // HT).to(gl.int64)
@@ -112,9 +112,9 @@ def hopper_scores(
         fence_async_shared()
         barrier()
         mbarrier.wait(bars.index(0), 0, count > 0)
-        first_tile = tile_of(k_s, 0).permute((1, 0))
-        products_ = warpgroup_mma(q_s.index(0), first_tile, none, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(products_,))
+        first_keys = tile_of(k_s, 0).permute((1, 0))
+        following = warpgroup_mma(q_s.index(0), first_keys, none, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(following,))
         for n in range(count):
             k = tile_of(k_s, n % STAGES).permute((1, 0))
             p = none
@@ -142,8 +142,8 @@ def hopper_scores(
             low = gl.convert_layout((p - rounded).to(gl.bfloat16), operand)
             by_high = warpgroup_mma(high, share_s, nothing, use_acc=False, is_async=True)
             by_low = warpgroup_mma(low, share_s, nothing, use_acc=False, is_async=True)
-            by_high_, by_low_ = warpgroup_mma_wait(0, deps=(by_high, by_low))
-            score = by_high_ + by_low_
+            of_high, of_low = warpgroup_mma_wait(0, deps=(by_high, by_low))
+            score = of_high + of_low
             brought = gl.convert_layout(carry, gl.SliceLayout(1, pools))
             score = score + gl.where((column == 0)[None, :], brought[:, None], 0.0)
             carry = gl.zeros([M], gl.float32, layout=own)
