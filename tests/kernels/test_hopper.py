@@ -109,10 +109,14 @@ def test_a_branch_equals_a_masked_softmax(branch, cu, size, late):
 
 @LATE
 @pytest.mark.parametrize("cu", [[0, 1200], [0, 40, 41, 1200]], ids=["plain", "packed"])
-@pytest.mark.parametrize(("heads", "size"), [(3, 64), (6, 128), (5, 96)], ids=str)
-def test_scores_equal_the_sum_of_softmaxes_over_each_block(heads, size, cu, late, monkeypatch):
+@pytest.mark.parametrize(
+    ("heads", "size", "blocks"),
+    [(3, 64, (32, 16, 64)), (8, 64, (64, 16, 64)), (1, 64, (16, 16, 32)), (6, 128, (32, 16, 64)), (5, 96, (32, 8, 64))],
+    ids=str,
+)
+def test_scores_equal_the_sum_of_softmaxes_over_each_block(heads, size, blocks, cu, late, monkeypatch):
     T, G = cu[-1], 1
-    config = NSAConfig(select_count=3, select_initial=1, select_local=1)
+    config = NSAConfig(*blocks, select_count=3, select_initial=1, select_local=1)
     g = torch.Generator().manual_seed(0)
     bounds = torch.tensor(cu, dtype=torch.int32) if len(cu) > 2 else None
     ccu = None if bounds is None else compressed_bounds(bounds, config.compress_block, config.compress_stride)
@@ -141,12 +145,12 @@ def test_scores_equal_the_sum_of_softmaxes_over_each_block(heads, size, cu, late
     queries = written[0].shape[1]
     for d, ((a, b), (c, e)) in enumerate(zip(pairwise(cu), pairwise(given), strict=True)):
         start = torch.arange(e - c)[:, None] * config.compress_stride
-        block = torch.arange(-(-(b - a) // 64)) * 64
-        ends = torch.minimum(start + config.compress_block, block + 64)
+        block = torch.arange(-(-(b - a) // config.select_block)) * config.select_block
+        ends = torch.minimum(start + config.compress_block, block + config.select_block)
         share = (ends - torch.maximum(start, block)).clamp(min=0) / config.compress_block
         want = p[a:b, :, c:e] @ share
         got = written[0][a // queries + d :].flatten(0, 1)[: b - a, :, : len(block)] * 2.0**-100
-        own = torch.arange(b - a)[:, None] // 64
+        own = torch.arange(b - a)[:, None] // config.select_block
         free = (own >= config.select_count) & (torch.arange(len(block)) <= own - config.select_local)
         where = free[:, None].expand_as(want)
         assert len(cu) > 2 or where.sum() > 1000
