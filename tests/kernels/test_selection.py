@@ -15,7 +15,7 @@ from tercet.attention.kernels.compressed import forward
 from tercet.attention.kernels.decode.common import Scores
 from tercet.attention.kernels.decode.scores import select_blocks as decode_select
 from tercet.attention.kernels.launch import LOG2E
-from tercet.attention.kernels.scores import largest, select
+from tercet.attention.kernels.scores import choose, largest, select
 from tercet.attention.kernels.varlen import Documents, compressed_bounds
 from tercet.attention.layout import KernelLayout, Packing, Span
 from tercet.bench import attention
@@ -140,6 +140,20 @@ def test_not_a_number_never_gives_an_index_outside_the_document() -> None:
     own = torch.arange(100)[None, :, None, None] // 16
     assert ((chosen >= -1) & (chosen <= own)).all()
     assert (chosen[:, 80:].diff(dim=-1) > 0).all()
+
+
+def test_not_a_number_is_the_lowest_score() -> None:
+    cfg, tokens = config(select_count=5, select_initial=1, select_local=1), 160
+    documents = Documents(1, tokens, cfg.num_compressed(tokens), None, None)
+
+    def score(scores: torch.Tensor, blocks: int, *_: int) -> None:
+        scores.fill_(1.0)
+        scores.view(-1, blocks)[:, 2] = float("nan")
+
+    chosen = choose(torch.zeros(1, tokens, 1, 16), 1, cfg, documents, 16, score, 1 << 20, 1024)
+    assert chosen[0, -1, 0].tolist() == [0, 1, 3, 4, 9]
+    assert chosen[0, 80, 0].tolist() == [0, 1, 3, 4, 5]
+    assert chosen[0, 79, 0].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_bounds_of_compressed_tokens() -> None:

@@ -276,7 +276,7 @@ def _load_keys(SCORES, block, end, blocks, INITIAL: tl.constexpr, PACKED: tl.con
         there = end
     aligned = (there + 3) // 4 * 4  # rows have a multiple of 4 scores: load 4 at once
     score = tl.load(SCORES[:, None] + block, mask=block < aligned[:, None], other=0.0)
-    key = tl.maximum(score, 0.0).to(tl.int32, bitcast=True)  # 0 for NaN
+    key = tl.where(score > 0, score, 0.0).to(tl.int32, bitcast=True)  # 0 for NaN
     return tl.where((block >= INITIAL) & (block < end[:, None]), key, -1)
 
 
