@@ -19,14 +19,15 @@ SHAPES = {
     "C": (8192, 12, 2, 64, 6, 64),
     "P": (16384, 64, 4, 128, 16, 128),
     "blocks of 128": (8192, 16, 2, 128, 4, 64),
+    "long overlap": (8192, 12, 2, 64, 6, 64),
 }
+CONFIGS = {"blocks of 128": NSAConfig(128, 128, 128), "long overlap": NSAConfig(64, 16)}
 
 
 def block_sparse(shape: str, *, packed: bool = False, scoring: bool = False) -> None:
     """`scoring`: choose blocks, and attend to none."""
     T, H, G, D, heads, size = SHAPES[shape]
-    wide = shape == "blocks of 128"
-    config = NSAConfig(128, 128, 128) if wide else NSAConfig(compress_block=16)
+    config = CONFIGS.get(shape, NSAConfig(compress_block=16))
     numbers = (ops.sizes_of(config), [], None)
 
     def tensor(tokens: int, heads: int, size: int) -> torch.Tensor:
@@ -48,15 +49,20 @@ def block_sparse(shape: str, *, packed: bool = False, scoring: bool = False) -> 
 
 
 @pytest.mark.parametrize(
-    ("shape", "packed"),
-    [("C", False), *(pytest.param(shape, True, marks=pytest.mark.slow) for shape in ("P", "blocks of 128"))],
+    ("shape", "packed", "scoring"),
+    [
+        ("C", False, "hopper_scores"),
+        ("long overlap", True, "hopper_scores"),
+        pytest.param("P", True, "hopper_scores", marks=pytest.mark.slow),
+        pytest.param("blocks of 128", True, "scores_kernel", marks=pytest.mark.slow),
+    ],
 )
-def test_hopper_keeps_scores_in_registers(shape: str, packed: bool) -> None:
+def test_hopper_keeps_scores_in_registers(shape: str, packed: bool, scoring: str) -> None:
     """What the selected branch spills is measured in test_compiles.py."""
     with compiling(90) as found:
         block_sparse(shape, packed=packed, scoring=True)
     kernels = [c.name for c in found if c.name != "compressed_bounds_kernel"]
-    assert kernels == ["compressed_lse_kernel", "hopper_scores", "select_kernel"]
+    assert kernels == ["compressed_lse_kernel", scoring, "select_kernel"]
     assert [c for c in found if c.stack > CHOSEN.get((c.name, shape), 0)] == []
     assert all(c.shared <= SHARED_KIB[90] * 1024 for c in found)
 

@@ -48,8 +48,6 @@ CHOSEN: dict[tuple[str, str], int] = {
     ("query_major_forward", "head 96"): 8,
     # 168 registers, for a third block on a multiprocessor: scores and choice 1.24 ms against 1.27 at C 1×64k
     ("scores_kernel", "C"): 120,
-    # likewise, not measured
-    ("hopper_scores", "C"): 48,
     # 128 registers, for a fourth block on a multiprocessor: .367 ms against .398 at C 32×2k; the loops spill nothing
     ("compressed_window_dq_kernel", "C"): 40,
     ("compressed_window_dq_kernel", "one head per group"): 40,

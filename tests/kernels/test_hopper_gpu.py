@@ -104,9 +104,12 @@ def test_gluon_kernels_agree_with_tritons_around_an_empty_document(heads: int, s
 
 
 @pytest.mark.parametrize("cuts", [[0, 4001], [0, 20, 21, 1500, 1531, 4001]], ids=["plain", "packed"])
-@pytest.mark.parametrize(("heads", "groups", "size"), [(12, 2, 64), (12, 4, 64), (16, 1, 96), (32, 2, 128)])
-def test_gluons_scores_equal_tritons(heads: int, groups: int, size: int, cuts: list[int], monkeypatch) -> None:
-    config, shape = tercet.NSAConfig(), Shape(1, cuts[-1], heads, groups, size)
+@pytest.mark.parametrize(
+    ("heads", "groups", "size", "overlap"),
+    [(12, 2, 64, 32), (12, 4, 64, 64), (16, 1, 96, 32), (32, 2, 128, 32), (32, 2, 128, 64)],
+)
+def test_gluons_scores_equal_tritons(heads: int, groups: int, size: int, overlap: int, cuts, monkeypatch) -> None:
+    config, shape = tercet.NSAConfig(compress_block=overlap), Shape(1, cuts[-1], heads, groups, size)
     x = make_inputs(shape, config, "random", 0.0)
     cu = torch.tensor(cuts, dtype=torch.int32, device="cuda") if len(cuts) > 2 else None
     ccu = None if cu is None else compressed_bounds(cu, config.compress_block, config.compress_stride)

@@ -31,7 +31,8 @@ from tercet.attention.kernels.tiles import load_tile
 from tercet.attention.kernels.tma import descriptors
 from tercet.attention.kernels.varlen import Documents, locate_queries, visible
 
-SCRATCH_BYTES = 576 << 20  # one range of queries at 64k tokens and two KV heads, also packed: each range has a tail
+# One range of queries at 64k tokens and two KV heads, also packed: at the end of each range few programs run.
+SCRATCH_BYTES = 576 << 20
 _SIDE_BY_SIDE = 4  # most rows that one program selects for at once
 WIDEST = 1024  # most scores that one program selects from; longer rows take two rounds
 _PER_BATCH = [
@@ -235,8 +236,8 @@ def largest(key, wanted, FEW_FIRST: tl.constexpr = True):
 
     Binary search for the value of the smallest key taken: a few counts, whatever the number wanted. Taking the maximum
     `wanted` times costs as much at 13 and grows with it. It begins at a 16th of the largest score. FEW_FIRST: long rows
-    begin with a search among the largest of each N / 128 keys. It is cheap, and its result a lower bound: as many keys
-    are at least as large, and often no more, so that one count over all keys remains. (With more than 128 wanted it
+    begin with a search among the largest of each N / 128 keys. It is cheap, and its result is a lower bound: at least
+    `wanted` keys reach it, often exactly `wanted`; then one count over all keys remains. (With more than 128 wanted it
     finds nothing.)"""
     R: tl.constexpr = key.shape[0]
     N: tl.constexpr = key.shape[1]

@@ -1,5 +1,5 @@
-"""Block importance, in place of scores.scores_kernel: a row tile's product runs during the exponentials of the row tile
-before it, from key tile to key tile too. Whole sequences only."""
+"""Block importance, in place of scores.scores_kernel. Each product runs during the exponentials of the row tile before
+it, also across key tiles. Whole sequences only."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ def hopper_scores(
             score = score + gl.where((column == 0)[None, :], brought[:, None], 0.0)
             carry = gl.zeros([M], gl.float32, layout=own)
             for m in gl.static_range((L - 1) // S):  # tokens that reach into the next tile
-                reach: gl.constexpr = (L - (m + 1) * S) / L
-                carry = carry + gl.sum(gl.where((key == N - 1 - m)[None, :], p, 0.0), 1) * reach
+                reaching = gl.sum(gl.where((key == N - 1 - m)[None, :], p, 0.0), 1)
+                carry = carry + reaching * ((L - (m + 1) * S) / L)
             if HT > 1:
                 score = gl.convert_layout(gl.sum(gl.reshape(score, [QT, HT, NBP]), 1), by_score)
             gl.store(out + n * NB, score, mask=there & (n * NB + c < blocks)[None, :])
