@@ -2,7 +2,7 @@
 
     python scripts/measure.py docs/results/performance --parts train,decode,decode-model
     python scripts/measure.py docs/results/performance --parts operator,growth,kernels
-    python scripts/measure.py docs/results/performance --parts shapes,large --warm 200
+    python scripts/measure.py docs/results/performance --parts shapes,large,two-branch --warm 200
     python scripts/measure.py docs/results/performance --parts blocks,fp8,batches,million
 
 Writes one JSON file per part, each with date, device and versions. Each part runs in its own process with a time limit;
@@ -18,6 +18,7 @@ CPU, to test this script.
     growth    the operator from 8k to 1M tokens
     shapes    the operator over heads, head sizes and odd lengths, to find cells slower than their neighbours
     large     whole training steps of 350m and 1b and their dense baselines, 8k and 64k
+    two-branch  the same of 1b at 8k with two branches and learned selectors
     kernels   which kernels the time of a training step and of the operator goes to
     blocks    whole training steps of m7c with selected blocks of 32, 64 and 128 tokens
     fp8       one linear layer at the shapes of 1b in float8 against bf16
@@ -65,6 +66,7 @@ PARTS = {
     "growth": Part("operator.growth", 80, "operator.growth_warmups", "operator.compile_shapes"),
     "shapes": Part("shapes.shapes", 200, "shapes.warmups", "shapes.compile_family"),
     "large": Part("steps.large", 250, "steps.large_warmups"),
+    "two-branch": Part("steps.two_branch", 90, "steps.two_branch_warmups"),
     "kernels": Part("profiles.kernels", 90, "train.warmups", gpu_only=True),
     "blocks": Part("steps.blocks", 170, "steps.blocks_warmups"),
     "fp8": Part("fp8.fp8", 40, "fp8.warmups", "fp8.compile_casts"),

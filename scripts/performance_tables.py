@@ -26,8 +26,8 @@ PAGES = (ROOT / "docs" / "performance.md", ROOT / "README.md")
 SECTIONS = {
     "train": "training steps", "decode": "attention of a decode step", "decode-model": "whole-model decoding",
     "operator": "operator", "growth": "growth", "kernels": "where the time goes", "shapes": "shapes",
-    "large": "larger models", "blocks": "sizes of blocks", "fp8": "FP8", "batches": "small batches",
-    "million": "a million tokens",
+    "large": "larger models", "two-branch": "`1b` with two branches", "blocks": "sizes of blocks", "fp8": "FP8",
+    "batches": "small batches", "million": "a million tokens",
 }  # fmt: skip
 
 

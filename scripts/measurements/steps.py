@@ -6,7 +6,7 @@ import json
 import queue
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from measurements.part import Warmup
@@ -15,6 +15,7 @@ from tercet.config.load import load
 
 Cell = dict[str, Any]
 LARGE = ("1b", "350m", "1b-64k", "350m-64k")
+TWO_BRANCH = {"model.branches": ["selected", "window"], "model.selector": "learned"}
 BLOCKS = {32: 32, 128: 8, 64: 16}  # select_block: select_count, 1,024 tokens each
 TOKENS = 65536
 
@@ -51,14 +52,22 @@ def large(quick: bool) -> Iterator[Cell]:
     yield from measured_steps(large_cells(quick), steps=2, repeats=1 if quick else 2, check=True)
 
 
-def large_cells(quick: bool) -> list[Cell]:
-    """Presets 350m and 1b as they are, one pass per step; the host never is the slower side."""
-    flags: dict[str, Any] = {"train.cuda_graph": "off"}
+def two_branch(quick: bool) -> Iterator[Cell]:
+    yield from measured_steps(two_branch_cells(quick), steps=2, repeats=1 if quick else 2, check=True)
+
+
+def two_branch_cells(quick: bool) -> list[Cell]:
+    return large_cells(quick, ("1b",), TWO_BRANCH)
+
+
+def large_cells(quick: bool, presets: Sequence[str] = LARGE, settings: Mapping[str, Any] | None = None) -> list[Cell]:
+    """Larger presets, one pass per step; the host never is the slower side."""
+    flags: dict[str, Any] = {"train.cuda_graph": "off", **(settings or {})}
     if quick:
         flags |= {"run.device": "cpu", "model.dim": 32, "model.layers": 1, "model.heads": 2, "model.kv_heads": 1}
         flags |= {"model.head_dim": 16, "model.ffn_dim": 64, "model.vocab_size": 64}
     cells = []
-    for preset in LARGE:
+    for preset in presets:
         config = load(preset=preset).config
         length, tokens = config.data.seq_len, config.train.micro_batch * config.data.seq_len
         if quick:
@@ -69,8 +78,11 @@ def large_cells(quick: bool) -> list[Cell]:
 
 
 def large_warmups() -> list[Warmup]:
-    """With two layers each: all layers of a model compile to the same code, and several models fit in memory."""
-    return [_job(cell | {"flags": cell["flags"] | {"model.layers": 2}}, gib=18.0) for cell in large_cells(False)]
+    return _with_two_layers(large_cells(False), gib=18.0)
+
+
+def two_branch_warmups() -> list[Warmup]:
+    return _with_two_layers(two_branch_cells(False), gib=18.0)
 
 
 def blocks(quick: bool) -> Iterator[Cell]:
@@ -94,8 +106,7 @@ def block_cells(quick: bool) -> dict[int, list[Cell]]:
 
 
 def blocks_warmups() -> list[Warmup]:
-    cells = [cell for found in block_cells(False).values() for cell in found]
-    return [_job(cell | {"flags": cell["flags"] | {"model.layers": 2}}, gib=8.0) for cell in cells]
+    return _with_two_layers([cell for found in block_cells(False).values() for cell in found], gib=8.0)
 
 
 def step_cells(
@@ -131,6 +142,11 @@ def step_job(name: str, cells: list[Cell], seconds: float, gib: float) -> Warmup
     """One step of each cell, one after another."""
     asked = json.dumps({"cells": cells, "steps": 1, "repeats": 0})
     return Warmup(name, seconds, gib, [sys.executable, "-m", "tercet.bench.train_cell", asked])
+
+
+def _with_two_layers(cells: list[Cell], gib: float) -> list[Warmup]:
+    """All layers of a model compile to the same code, and several models of two layers fit in memory."""
+    return [_job(cell | {"flags": cell["flags"] | {"model.layers": 2}}, gib) for cell in cells]
 
 
 def _job(cell: Cell, gib: float | None = None) -> Warmup:

@@ -130,9 +130,7 @@ def _cliffs(found: Sequence[Row]) -> str:
     sizes = {head: against_128(found, head) for head in sorted({row["head"] for row in found} - {128})}
     times = (f"head {head} {min(ratios):.2f} to {max(ratios):.2f}×" for head, ratios in sizes.items())
     words.append(f"Time against head 128: {', '.join(times)}.")
-    words.append(
-        "Tiles have columns of zeros up to 128 and 256 for heads of 96 and 192. Heads of 192 run on Triton kernels."
-    )
+    words.append("Tiles pad heads of 96 and 192 to 128 and 256 with zeros. Heads of 192 run on Triton kernels.")
     return paragraph(" ".join(words))
 
 

@@ -73,7 +73,23 @@ def large() -> str:
         "Presets as they are, without learned selectors; 65,536 tokens per step, no activation checkpointing. Pairs "
         "are NSA / dense. GiB: peak memory ([beside its estimate](gpus.md))."
     )
-    return "\n\n".join(["### Larger models", about, table(head, lines)])
+    return "\n\n".join(["### Larger models", about, table(head, lines), *_large_two_branch()])
+
+
+def _large_two_branch() -> list[str]:
+    sparse, dense = (first(rows("two-branch", kind=kind, outcome="ok")) for kind in ("nsa", "dense"))
+    check = first([row for row in rows("two-branch") if "parity" in row])
+    if not (sparse and dense):
+        return []
+    times = compared([sparse, dense], check.get("correct"))[0]["times_dense"]
+    return [
+        paragraph(
+            "At 8k the larger projection of NSA [costs what its attention "
+            "saves](lab-notes/training-step.md#why-does-1b-gain-nothing-at-8k). With two branches and learned "
+            f"selectors `{sparse['preset']}` is faster: {thousands(sparse['tokens_per_s'])} tokens/s at "
+            f"{tokens(sparse['length'])}, **{ratio(times)}×** dense in the same run, with {sparse['peak_gib']:.1f} GiB."
+        )
+    ]
 
 
 def blocks() -> str:
