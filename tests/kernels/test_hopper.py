@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from kernels.gluon_interpreter import gluon_on_cpu
 from kernels.selections import case, dense_masked, poison_empty, relative_error
 from tercet.attention.config import NSAConfig
 from tercet.attention.kernels import compressed, scores, table, window
+from tercet.attention.kernels import hopper as hopper_kernels
 from tercet.attention.kernels.dq import compressed_window_dq
 from tercet.attention.kernels.tiles import Branch
 from tercet.attention.kernels.varlen import Documents, compressed_bounds
@@ -105,6 +108,17 @@ def test_a_branch_equals_a_masked_softmax(branch, cu, size, late):
     assert relative_error(found_lse.permute(1, 2, 0)[0][some], lse[some].detach() * 1.4426950408889634) <= 1e-6
     for a, b in ((found[0], o.detach()), (dk[0, :used], leaves[1].grad), (dv[0, :used], leaves[2].grad)):
         assert relative_error(a, b) <= 5e-3
+
+
+def test_no_constant_is_assigned_in_a_loop():
+    """The compiler refuses the second assignment, which Python allows."""
+    loops = [
+        (file.name, loop.lineno)
+        for file in Path(hopper_kernels.__file__).parent.glob("*.py")
+        for loop in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(loop, ast.For) and any(isinstance(node, ast.AnnAssign) for node in ast.walk(loop))
+    ]
+    assert loops == []
 
 
 @LATE
