@@ -179,6 +179,7 @@ bench attention --correlation nan                                            --c
 bench attention --budget 0                                                   --budget 0 is out of range
 bench train --preset tiny --compile yes                                      --compile yes is unknown
 bench decode --no-attention --model-contexts ,                               nothing to measure
+bench decode --no-attention --model-batches ,                                nothing to measure
 bench decode --preset tiny-dense --no-attention --model-contexts 64          --preset tiny-dense with model.attention
 bench attention --inputs recorded:empty                                      empty is a folder
 bench train --preset tiny --steps 0                                          --steps 0 is too small

@@ -94,6 +94,8 @@ def test_every_stage_is_checked_before_the_run() -> None:
             "1024:5,1022:5:micro_batch=1:tokens_per_step=1022",
             parallel__strategy="cp", parallel__world_size=2,
         )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"train\.compile=on with parallel\.strategy=cp"):
+        with_stages("1024:5", parallel__strategy="cp", parallel__world_size=2, train__compile="on")
 
 
 @pytest.mark.parametrize(

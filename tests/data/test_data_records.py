@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import os
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -205,6 +207,21 @@ def test_text_files_are_split_at_the_separator(tmp_path, read, documents_of):
     assert documents_of(read(config("text", tmp_path, separator="\n---\n"))) == [b"one", b"two", b"three", b"four"]
     whole = documents_of(read(config("text", tmp_path)))
     assert whole == [b"one\n---\ntwo\n---\nthree", b"four"]
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, read, monkeypatch):
+    (tmp_path / "locked").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    listed = os.scandir
+
+    def scandir(folder):
+        if Path(folder).name == "locked":
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return listed(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"locked cannot be read \(Permission denied\): change the permissions"):
+        read(config("text", tmp_path))
 
 
 def test_paths_can_be_files_folders_and_globs(tmp_path, read, documents_of):

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tercet.config.sections import ProfileConfig
 from tercet.report.read import read_run
 from tercet.telemetry.events import Noted
 from tercet.telemetry.memory import device_memory
+from tercet.telemetry.profile import Profiler
 from watched import corpus, run, settings
 
 
@@ -102,6 +104,15 @@ def test_a_profile_is_written_for_the_requested_steps(finished):
         assert names.count(phase) == 2  # balanced: one for each of steps 3 and 4
     assert "Self CPU" in (finished.folder / "profile" / "kernels_rank0_steps3-4.txt").read_text()
     assert any("profile:" in e.text for e in finished.of(Noted))
+
+
+def test_steps_to_profile_that_are_over_are_a_warning(tmp_path):
+    profiler = Profiler(tmp_path, 0, ProfileConfig(steps="3:4"), torch.device("cpu"))
+    assert not profiler.missed(3)
+    assert profiler.missed(5)
+    assert not profiler.missed(6)
+    (tmp_path / "profile").mkdir()  # of an earlier process
+    assert not Profiler(tmp_path, 0, ProfileConfig(steps="3:4"), torch.device("cpu")).missed(5)
 
 
 def test_a_killed_run_loses_at_most_its_last_interval(tmp_path, fork_server):

@@ -113,7 +113,7 @@ def decode(
         heads: P (64 query heads, 4 KV heads, head size 128) or C (12, 2, 64).
         attention: Measure the attention step.
         preset: Model to decode with; its dense baseline is measured too.
-        model_batches: Batch sizes of the whole model.
+        model_batches: Batch sizes of the whole model; empty to skip it.
         model_contexts: Prompt lengths of the whole model; empty to skip it.
         steps: Tokens generated per timing.
         selector: What scores the blocks; default: as in the preset, and compressed for the attention step.

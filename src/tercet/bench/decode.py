@@ -40,8 +40,9 @@ def main(
     model_batches: Sequence[int], model_contexts: Sequence[int], steps: int, profile: bool = False,
     selector: str | None = None, settings: dict[str, str] | None = None,
 ) -> int:  # fmt: skip
-    if not (attention or model_contexts):
-        raise UsageError("--no-attention without --model-contexts: nothing to measure")
+    model = bool(model_contexts and model_batches)
+    if not (attention or model):
+        raise UsageError("--no-attention without --model-contexts or --model-batches: nothing to measure")
     if attention and (short := [n for n in contexts if n <= _MARGIN]):
         raise UsageError(
             f"--contexts {short[0]} is too short: the attention step appends {_MARGIN} tokens while it is timed; "
@@ -50,7 +51,7 @@ def main(
     cuda = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if cuda else "CPU"
     print(f"{name}, torch {torch.__version__}")
-    if model_contexts:
+    if model:
         print(f"model: {_work(model_contexts, model_batches)}; {steps} tokens per timing")
     if attention:
         print(f"attention step: {_work(contexts, batches)}" if cuda else "attention step skipped: it needs a GPU")
@@ -59,7 +60,7 @@ def main(
         result["selector"] = selector
     if settings:
         result["settings"] = settings
-    if model_contexts:
+    if model:
         result["model"] = model_rows(preset, model_batches, model_contexts, steps, selector, settings)
     if attention and cuda:
         result["attention"] = attention_rows(HEADS[heads], batches, contexts, profile, selector or "compressed")

@@ -140,6 +140,11 @@ class RunConfig(Section):
                 f"model.dense_below={self.model.dense_below} with parallel.strategy=cp must be at most "
                 f"model.nsa.select_count × select_block = {covered}: lower it, or raise these"
             )
+        if self.parallel.strategy == "cp" and self.train.compile == "on":
+            raise ValueError(
+                "train.compile=on with parallel.strategy=cp: blocks that exchange keys cannot be compiled; "
+                "use train.compile off, or auto"
+            )
         # context_layout.ContextLayout checks each batch too; checking here fails before the run folder is created.
         batch, length, ranks = self.train.micro_batch, self.data.seq_len, self.parallel.context
         if self.parallel.strategy == "cp" and batch * length % (2 * ranks):

@@ -189,7 +189,7 @@ def python_files(which: str) -> FileSet:
 
 
 def _walk(root: Path, exclude: tuple[str, ...] = ()) -> Iterator[Path]:
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=_unlisted):
         if folder != str(root) and _is_run(Path(folder)):
             folders.clear()
             continue
@@ -198,6 +198,10 @@ def _walk(root: Path, exclude: tuple[str, ...] = ()) -> Iterator[Path]:
             file = Path(folder, name)
             if not name.startswith(".") and file.is_file():
                 yield file
+
+
+def _unlisted(error: OSError) -> None:
+    raise _unreadable(Path(error.filename), error) from error
 
 
 def _is_run(folder: Path) -> bool:

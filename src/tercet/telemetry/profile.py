@@ -48,6 +48,13 @@ class Profiler:
         self._first = self.last = step
         self._profile.start()
 
+    def missed(self, step: int) -> bool:
+        """Whether the steps to trace were over before this one, the first, and none was traced. True once."""
+        missed = self._range is not None and step > self._range[1] and not self.active and not self._folder.exists()
+        if missed:
+            self._range = None
+        return missed
+
     def ends_with(self, step: int) -> bool:
         """Whether this was the last step to trace; then call `close`."""
         if not self.active or self._range is None:
