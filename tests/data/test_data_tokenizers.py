@@ -10,7 +10,7 @@ import pytest
 
 from tercet.config.data import DataConfig
 from tercet.data.prepare import prepare
-from tercet.data.stream import DataError
+from tercet.data.stream import DataError, DataUsageError
 from tercet.data.tokenizers import LibraryTokenizer, check_round_trip, load_tokenizer
 from tercet.data.train_tokenizer import train_bpe
 
@@ -83,6 +83,13 @@ def test_training_excludes_validation_documents_and_is_repeatable(tmp_path, corp
     everything = set(_texts(fraction.model_copy(update={"validation_fraction": 0.0}), 1 << 20, 0))
     assert seen < everything
     assert len(everything) == 300
+
+
+def test_only_bad_records_are_no_text_to_train_on(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{\n[]\n")
+    data = DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl"), bad_records="skip")
+    with pytest.raises(DataUsageError, match=r"no text is left .*: 2 bad records, the first: .*a\.jsonl"):
+        train_bpe(data, tmp_path / "out.json", vocab_size=300)
 
 
 def test_truncation_and_padding_in_a_tokenizer_json_are_ignored(small_bpe, tmp_path):
