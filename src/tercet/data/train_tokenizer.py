@@ -63,13 +63,13 @@ def train_bpe(
 
 def _texts(data: DataConfig, max_bytes: int, seed: int) -> Iterator[str]:
     source, size = record_source(data, seed=seed, shuffle=True), 0
-    bad: list[BadRecordError] = []
+    bad, first = 0, ""
     split = validation_split(source, data.validation_fraction)
     for record in source.open(0, None):
         if isinstance(record, BadRecordError):
             if data.bad_records == "error":
                 raise record
-            bad.append(record)
+            bad, first = bad + 1, first or record.summary
             continue
         if record.text and (part := split.part(record, "train")) is not None:
             size += len(part.text)
@@ -77,4 +77,4 @@ def _texts(data: DataConfig, max_bytes: int, seed: int) -> Iterator[str]:
             if size >= max_bytes:
                 return
     if bad and not size:
-        raise DataUsageError(f"no text is left to train a tokenizer on: {len(bad)} bad records, the first: {bad[0]}")
+        raise DataUsageError(f"no text is left to train a tokenizer on: {bad:,} bad records, the first: {first}")

@@ -451,6 +451,13 @@ def choose(
     return indices
 
 
+def _tile(launch: Launch, heads: int, config: NSAConfig) -> tuple[int, int]:
+    """Keys of a tile, at most those of 32 blocks, whose scores fit the registers; and heads that share a row tile, so
+    that at most launch.held row tiles hold the heads of a group."""
+    per_block = config.select_block // config.compress_stride
+    return max(min(launch.keys, 32 * per_block), per_block), min(launch.rows, power_of_2(-(-heads // launch.held)))
+
+
 def select(
     q: Tensor, k: Tensor, lse: Tensor, config: NSAConfig, documents: Documents, launch: Launch | None = None,
     scratch_bytes: int = SCRATCH_BYTES, widest: int = WIDEST,
@@ -459,24 +466,20 @@ def select(
     B, T, H, DK = q.shape
     G = k.shape[2]
     heads, block = H // G, config.select_block
-    tuned = launch is None
+    if launch is None and (
+        fast := gluon_launch("score", q, k, packed=documents.packed, query_range=documents.query_range)
+    ):
+        keys, together = _tile(fast, heads, config)
+        if keys == fast.keys:
+            from tercet.attention.kernels.hopper.scores import launch_scores
+
+            def fast_score(scores: Tensor, blocks: int, tile0: int, tiles: int) -> None:
+                launch_scores(q, k, lse, scores, config, documents, blocks, tile0, tiles, together, fast)
+
+            return choose(q, G, config, documents, fast.rows // together, fast_score, scratch_bytes, widest)
     launch = launch or triton_launch("score", q, k)
-    # at most 32 blocks a tile, whose scores fit the registers
-    keys = max(min(launch.keys, 32 * block // config.compress_stride), block // config.compress_stride)
-    # the heads of a group in at most launch.held row tiles, of `together` heads of `queries` queries each
-    together = min(launch.rows, power_of_2(-(-heads // launch.held)))
-    held = -(-heads // together)
-    queries = launch.rows // together
-    fast = gluon_launch("score", q, k, packed=documents.packed, query_range=documents.query_range) if tuned else None
-    if fast and keys == fast.keys:
-        from tercet.attention.kernels.hopper.scores import launch_scores
-
-        together = min(fast.rows, power_of_2(-(-heads // fast.held)))
-
-        def fast_score(scores: Tensor, blocks: int, tile0: int, tiles: int) -> None:
-            launch_scores(q, k, lse, scores, config, documents, blocks, tile0, tiles, together, fast)
-
-        return choose(q, G, config, documents, fast.rows // together, fast_score, scratch_bytes, widest)
+    keys, together = _tile(launch, heads, config)
+    held, queries = -(-heads // together), launch.rows // together
     (kd,) = descriptors(launch.tma, keys, k)
     split = q.dtype != torch.float32 and not interpreting()  # the interpreter multiplies no bf16
     cu, *bounds = documents.query_tokens(queries)
