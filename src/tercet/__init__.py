@@ -6,9 +6,14 @@ Names are resolved on first use, so that `import tercet` and the command line st
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from tercet.version import __version__
+
+# Threads on a CPU sleep while they wait for each other. OpenMP reads this when torch is loaded; by default threads spin,
+# which halves the speed or worse beside a program that uses the cores too, and gains nothing alone.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # public name -> module that defines it
 _HOME = {

@@ -11,7 +11,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.abc import MetaPathFinder
@@ -110,7 +110,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
-    _limit_spinning(os.environ)
     announcer = AnnounceImports()
     sys.meta_path.insert(0, announcer)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -137,16 +136,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     finally:
         sys.meta_path.remove(announcer)
-
-
-def _limit_spinning(environment: MutableMapping[str, str]) -> None:
-    """Let OpenMP's threads on a CPU sleep after a short wait for each other. It reads this when torch is loaded.
-
-    By default they spin for milliseconds: if other programs use the cores too, a step of `tiny` then takes ten times
-    as long.
-    """
-    if "OMP_WAIT_POLICY" not in environment:
-        environment.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 class AnnounceImports(MetaPathFinder):

@@ -54,6 +54,7 @@ GPUS = (
 # than 30%.
 GPU_UTILISATION = 0.30
 CPU_UTILISATION = 0.15
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def find_gpu(name: str) -> GPU | None:
@@ -81,7 +82,13 @@ def measured_cpu_flops(threads: int | None = None) -> float:
 
 
 def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use, or the container's limit if lower."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = map(int, CPU_QUOTA.read_text().split())
+    except (OSError, ValueError):  # there is none, or it is "max"
+        return cores
+    return max(1, min(cores, quota // period))
 
 
 @cache

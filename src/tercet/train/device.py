@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tercet.errors import TercetError
+from tercet.telemetry.hardware import usable_cores
 from tercet.telemetry.units import plural
 from tercet.version import __version__
 
@@ -43,7 +44,8 @@ def device_name(device: torch.device) -> str:
 
 def set_arithmetic(*, deterministic: bool, threads: int | None) -> None:
     """Process-wide settings. Deterministic: an operator without a reproducible implementation is an error."""
-    if threads is not None:
+    threads = threads or min(torch.get_num_threads(), usable_cores())
+    if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
     if deterministic:
         # cuBLAS reads this when it creates its first handle; without it torch refuses deterministic matmuls.
