@@ -37,7 +37,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def first_few(names: Sequence[str], count: int = 3) -> str:
+def first_few(names: Sequence[str], count: int = 3, separator: str = ", ") -> str:
     """A list in an error message: "a, b, c and 5 more"."""
     more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
+    return separator.join(names[:count]) + more

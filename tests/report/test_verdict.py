@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 
+from tercet import hints
 from tercet.config.keys import flatten
 from tercet.config.load import load, preset_names, write_config
 from tercet.errors import TercetError, UsageError
@@ -113,6 +114,13 @@ def test_a_short_run_is_reported_once(healthy):
     assert "Short run: 60 of the 500 steps that GO needs." in out
     assert "NOT TESTED      memory" in out
     assert "so far: peak" in out
+
+
+def test_the_terminal_says_how_to_resume_a_killed_run(healthy):
+    killed = dataclasses.replace(healthy, events={0: healthy.events[0][:-1]}, state="gone")
+    out = _summary(judge(killed), healthy.folder / "report.html")
+    assert f"\nto fix stability: check the system log, then {hints.resume(healthy.folder)}\n" in out
+    assert "--resume auto" in out
 
 
 def test_a_stated_target_is_compared_with_the_median(healthy):

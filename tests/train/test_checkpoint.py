@@ -398,8 +398,11 @@ def test_a_changed_config_is_reported_or_refused() -> None:
     with pytest.raises(CheckpointError, match=r"train\.lr was 1\.0, now 2\.0.*allow_config_change"):
         resume.check_config(saved, hotter, allow_change=False)
     assert resume.check_config(saved, hotter, allow_change=True) == ["train.lr was 1.0, now 2.0"]
-    with pytest.raises(CheckpointError, match=r"different model: model\.dim was 8, now 16.* settings in its folder"):
+    with pytest.raises(CheckpointError, match=r"different model: model\.dim was 8, now 16.* with its own settings"):
         resume.check_config(saved, saved | {"model": {"dim": 16}}, allow_change=True)
+    other = {"dim": 16, "layers": 3, "heads": 1, "kv_heads": 1, "ffn_dim": 9, "head_dim": 4}
+    with pytest.raises(CheckpointError, match=r"now 9; .* and 3 more: leave out --preset"):
+        resume.check_config(saved, saved | {"model": other}, allow_change=True)
 
 
 @pytest.mark.parametrize(("section", "name"), [("data", "retrieval"), ("run", "seed"), ("data", "mixture")])

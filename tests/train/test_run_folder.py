@@ -125,3 +125,19 @@ def test_a_new_run_may_find_logs_and_what_other_ranks_and_a_failed_start_left(tm
         (tmp_path / "failed" / name).touch()
     for folder in ("new", "failed"):
         assert train_small(tmp_path / folder, train__steps=1) == 0
+
+
+def test_a_run_stopped_before_its_first_step_does_not_block_the_same_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(self: Trainer) -> tuple[list[object], None]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return [], None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_next_batches", interrupted)
+        assert train_small(tmp_path / "run", train__steps=2) == 130
+    assert "the same command starts again" in capsys.readouterr().out
+    assert train_small(tmp_path / "run", train__steps=2) == 0
+    with pytest.raises(UsageError, match="already holds a run"):
+        train_small(tmp_path / "run", train__steps=2)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 import shlex
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,6 +91,23 @@ def test_a_sample_is_announced_before_it_starts(
     assert train_small(tmp_path / "run", train__steps=1, train__sample_tokens=4) == 0
     assert said[0].endswith("\nsampling up to 4 tokens …\n")
     assert capsys.readouterr().out.startswith("sample after step 1:\n  | ")
+
+
+def test_a_sample_that_takes_long_says_how_long_and_is_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def writing(*_: Any, agree: Callable[[Callable[[], int]], int], **__: Any) -> str:
+        return "x" * next(n for n in range(99) if agree(lambda: 1) != 1)
+
+    seconds = itertools.count()
+    clock = SimpleNamespace(time=time.time, perf_counter=time.perf_counter, monotonic=lambda: next(seconds))
+    monkeypatch.setattr("tercet.train.trainer.sample_text", writing)
+    monkeypatch.setattr("tercet.train.trainer.time", clock)
+    assert train_small(tmp_path / "run", train__steps=1, train__sample_tokens=64) == 0
+    said = capsys.readouterr().out
+    assert "\nabout 30s for 30 tokens (Ctrl-C ends the sample) …\n" in said
+    assert "\nthe sample was cut after 30 s: 30 of 64 tokens\n" in said
+    assert f"| {'x' * 30}\n" in said
 
 
 def test_validation_and_samples_do_not_change_training(done: Path, tmp_path: Path) -> None:
@@ -296,7 +317,9 @@ def test_resuming_a_finished_run_prints_how_to_train_longer(
     assert speed
 
     assert cli.main(["train", "--resume", "auto", "--run.dir", str(run)]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
+    said = capsys.readouterr().out.splitlines()
+    last = said[-1]
+    assert len(said) == 2 or "data" in ended  # where only reading on shows that there is no more
     assert last.startswith(f"nothing left to do: {made} of 5 steps are done")
     assert ("and the data ended" in last) == ("data" in ended)
     assert losses(run) == before

@@ -219,7 +219,7 @@ class Reciting(nn.Module):
         super().__init__()
         self.left, self.read = list(text), []
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, cache: None) -> torch.Tensor:
         assert not self.training
         self.read.append(bytes(tokens[0].tolist()))
         return F.one_hot(torch.tensor([[self.left.pop(0)]]), 256).float() * 100
@@ -241,6 +241,13 @@ def test_a_sample_ends_with_its_document_and_reads_the_last_tokens(
     assert sample_text(model, tokenizer, prompt, tokens, **options) == text
     assert model.read == read
     assert model.training
+
+
+def test_a_cached_sample_equals_an_uncached_one_also_past_its_context() -> None:
+    model, tokenizer = Transformer(small().model), load_tokenizer("byte", "")
+    options = {"temperature": 1.0, "context": 12, "device": torch.device("cpu"), "precision": "fp32", "seed": 3}
+    texts = [sample_text(model, tokenizer, "def ", 20, cached=cached, **options) for cached in (True, False)]
+    assert texts[0] == texts[1] != ""
 
 
 def test_validation_leaves_a_model_in_training_mode() -> None:

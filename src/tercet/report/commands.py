@@ -12,7 +12,7 @@ from tercet.parse import one_line_errors
 from tercet.report import render, side_by_side
 from tercet.report.dense_baseline import baseline_mismatch
 from tercet.report.facts import clock_time
-from tercet.report.gates import GO, NOT_TESTED, Thresholds
+from tercet.report.gates import GO, NO_GO, NOT_TESTED, Thresholds
 from tercet.report.read import Run, read_run
 from tercet.report.verdict import Verdict, judge
 from tercet.terminal import printable
@@ -128,4 +128,5 @@ def _summary(verdict: Verdict, path: Path) -> str:
     shown = (*verdict.gates, *verdict.informational)
     name_width, verdict_width = max(len(g.name) for g in shown), max(len(g.verdict) for g in shown)
     gates = "\n".join(f"  {g.verdict:<{verdict_width}}  {g.name:<{name_width}}  {g.sentence}" for g in shown)
-    return f"{gates}\n{verdict.headline}\n{verdict.sentence}\n{path}"
+    fixes = "".join(f"to fix {g.name}: {g.fix}\n" for g in shown if g.verdict == NO_GO and g.fix)
+    return f"{gates}\n{verdict.headline}\n{verdict.sentence}\n{fixes}{path}"

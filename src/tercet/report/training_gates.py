@@ -92,13 +92,14 @@ def _check_earlier_processes(run: Run, ends: list[tuple[str, str]], gate: GateBu
 
 
 def _check_last_process(run: Run, outcome: str, gate: GateBuilder) -> None:
+    again = hints.resume(run.folder, run.started[-1].world_size if run.started else 1)
     if outcome in ("failed", "halted"):
         assert run.ended is not None
-        gate.fail(f"the run {outcome} after step {run.ended.step}: {run.ended.reason}", "fix it, then --resume auto")
+        gate.fail(f"the run {outcome} after step {run.ended.step}: {run.ended.reason}", f"fix it, then {again}")
     elif run.state == "gone":
         gate.fail(
             f"the process died after step {run.step} without an end event: killed, out of memory or a machine failure",
-            "check the system log, then --resume auto",
+            f"check the system log, then {again}",
         )
     elif run.state == "silent":
         gate.fail(

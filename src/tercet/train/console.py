@@ -283,7 +283,7 @@ def print_summary(
         done, tokens = state.step - start.step, quantity(state.tokens - start.tokens)
         steps += f" ({done} steps, {tokens} tokens since the resume)"
     if not completed and state.step == 0:
-        screen.say(f"{reason}: stopped before the first step, nothing to save")
+        screen.say(f"{reason}: stopped before the first step: nothing to save, the same command starts again")
         return
     look = [hints.generate(folder.path, config.sample_prompt or "TEXT"), hints.report(folder.path)]
     if not completed:

@@ -146,7 +146,9 @@ def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tupl
         )
     saved, now = (c.model_dump(mode="json") for c in (saved_config(start).with_absolute_paths(), config))
     changes = check_config(saved, now, allow_change=config.checkpoint.allow_config_change)
-    return start, [*start.messages, f"resuming from {start.path}", *(f"changed since: {c}" for c in changes)]
+    complete = done == config.train.steps and start.is_in(folder.checkpoints)
+    resuming = [] if complete else [f"resuming from {start.path}"]
+    return start, [*start.messages, *resuming, *(f"changed since: {c}" for c in changes)]
 
 
 def _check_events_writable(folder: RunFolder, ranks: int) -> None:
@@ -291,14 +293,18 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
     before, after = _comparable(saved), _comparable(now)
     changed = [k for k in sorted(before.keys() | after.keys()) if before.get(k) != after.get(k)]
     messages = {k: f"{k} was {before.get(k)!r}, now {after.get(k)!r}" for k in changed}
+
+    def listed(keys: list[str]) -> str:
+        return first_few([messages[k] for k in keys], separator="; ")
+
     without_effect = _model_keys_without_effect(saved, now)
     unused = [k for k in changed if k in without_effect]
     extension = ("model.rope_scaling", "model.rope.")  # these extend a model to longer sequences
     model_keys = [k for k in changed if k.startswith("model.") and k not in unused and not k.startswith(extension)]
     if model_keys:
         raise WrongCheckpoint(
-            f"the checkpoint is of a different model: {'; '.join(messages[k] for k in model_keys)}: change these back "
-            "(without --preset and --config a run resumes with the settings in its folder), or start a new run"
+            f"the checkpoint is of a different model: {listed(model_keys)}: leave out --preset and --config, and the run "
+            "resumes with its own settings, or start a new run"
         )
     for key, stored in (("train.optimizer", "the former"), ("train.selector.only", "the parameters that it trained")):
         if key in changed:
@@ -308,13 +314,13 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
             )
     if data_keys := [k for k in changed if k in DATA_ORDER or k.startswith("data.mixture")]:
         raise WrongCheckpoint(
-            f"the data changed since the checkpoint: {'; '.join(messages[k] for k in data_keys)}: change it back, or "
+            f"the data changed since the checkpoint: {listed(data_keys)}: change it back, or "
             "start a new run from the weights with train.init_from"
         )
     restricted = [k for k in changed if not k.startswith(MAY_CHANGE) and k not in unused]
     if restricted and not allow_change:
         raise WrongCheckpoint(
-            f"the config has changed since the checkpoint: {'; '.join(messages[k] for k in restricted)}: change these "
+            f"the config has changed since the checkpoint: {listed(restricted)}: change these "
             "back, or pass --checkpoint.allow_config_change to continue with the new values"
         )
     return [messages[k] for k in changed if k in restricted or k in (*unused, "train.steps", "data.bad_records")]

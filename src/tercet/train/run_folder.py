@@ -18,7 +18,7 @@ from tercet.config.schema import RunConfig
 from tercet.data.tokenizers import LibraryTokenizer, Tokenizer
 from tercet.errors import TercetError, UsageError
 from tercet.parallel import flight_recorder
-from tercet.telemetry.event_log import events_file
+from tercet.telemetry.event_log import events_file, read_events
 from tercet.train import manifest
 
 LOCK = "lock"
@@ -75,10 +75,10 @@ class RunFolder:
 
     @property
     def has_run(self) -> bool:
-        """Whether the folder already holds a run."""
+        """Whether the folder already holds a run. One that was stopped before its first step leaves nothing to keep."""
         events = events_file(self.path)
-        logged = events.exists() and events.stat().st_size > 0  # an empty file: a run that was refused
-        return logged or bool(manifest.complete_checkpoints(self.checkpoints))
+        stepped = events.is_file() and any(event.step for event in read_events(events))
+        return stepped or bool(manifest.complete_checkpoints(self.checkpoints))
 
     @property
     def other_files(self) -> list[str]:

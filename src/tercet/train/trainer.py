@@ -28,7 +28,7 @@ from tercet.telemetry.event_log import EventLog, rank_files, read_events, rewind
 from tercet.telemetry.hardware import peak_flops
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
-from tercet.telemetry.units import plural
+from tercet.telemetry.units import duration, plural
 from tercet.telemetry.watchdog import Heartbeat
 from tercet.train.async_save import AsyncSaver
 from tercet.train.console import (
@@ -57,6 +57,10 @@ from tercet.train.stages import Stages, check_stage_data, step_flops
 from tercet.train.state import TrainState, build_state, set_teacher
 from tercet.train.step import StepBatches, to_device, train_step
 from tercet.train.validate import Validation, check_validation_data, sample_text
+
+SAMPLE_SECONDS = 30.0  # a text sample is cut after this time: on a slow machine, all its tokens may take minutes
+SAMPLE_WARM_UP = 4  # tokens, after which a sample that takes longer than ANNOUNCED_SAMPLE seconds is announced
+ANNOUNCED_SAMPLE = 5.0
 
 
 def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume: str | None = None) -> int:
@@ -103,9 +107,10 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
                 rewind(folder.path, rank, state.step)
         log = stack.enter_context(closing(EventLog(folder.path, strategy.rank)))
         beat = stack.enter_context(closing(Heartbeat(folder.path, strategy.rank, config.log.heartbeat_seconds)))
-        screen.header(header_lines(config, state, device, strategy, folder.path, tokenizer.vocab_size))
-        for line in config_lines(config, origins, folder.path):
-            screen.say(line, "dim")
+        if forked or state.step < config.train.steps:
+            screen.header(header_lines(config, state, device, strategy, folder.path, tokenizer.vocab_size))
+            for line in config_lines(config, origins, folder.path):
+                screen.say(line, "dim")
         for message in (*messages, *eager_lines(config, origins, device), *no_effect_lines(config, origins)):
             screen.say(message)
 
@@ -484,13 +489,28 @@ class Trainer:
         if not config.sample_tokens or ("sample", self.state.step) in self._logged:
             return
         self.beat.at(self.state.step, "sampling")
-        self.screen.doing(f"sampling up to {config.sample_tokens} tokens …", announce=True)
+        asked, chosen, started = config.sample_tokens, 0, time.monotonic()
+        self.screen.doing(f"sampling up to {asked} tokens …", announce=True)
+
+        def choice(choose: Callable[[], int]) -> int:
+            """Announces a sample that takes long once its speed is known, and ends it when its time is up. So does a
+            signal: the sample may take longer than the time left to exit."""
+            nonlocal chosen
+            chosen, seconds = chosen + 1, time.monotonic() - started
+            if self.stop.signal is not None or seconds > SAMPLE_SECONDS:
+                return INVALID_TOKEN
+            if chosen == SAMPLE_WARM_UP and (total := asked * seconds / chosen) > ANNOUNCED_SAMPLE:
+                fits = min(asked, int(SAMPLE_SECONDS * chosen / seconds))
+                time_left = duration(min(total, SAMPLE_SECONDS))
+                self.screen.doing(f"about {time_left} for {fits} tokens (Ctrl-C ends the sample) …", announce=True)
+            return choose()
 
         def agree(choose: Callable[[], int]) -> int:
-            """Rank 0's choice. A signal ends the sample, which may take longer than the time left to exit."""
+            """Rank 0's choice."""
             self.beat.at(self.state.step, "sampling")
-            return self.strategy.on_rank_0(lambda: choose() if self.stop.signal is None else INVALID_TOKEN)
+            return self.strategy.on_rank_0(lambda: choice(choose))
 
+        single_cpu = self.strategy.world_size == 1 and self.state.device.type == "cpu"
         with self.state.interval.excluded():
             text = sample_text(
                 self.state.model,
@@ -503,9 +523,12 @@ class Trainer:
                 precision=config.precision,
                 seed=self.config.run.seed,
                 agree=agree,
+                cached=single_cpu and precision_of(self.config, self.state.device) == "fp32",
             )
         if self.strategy.any_rank(self.stop.signal is not None):
             return  # an interrupted sample is not logged
+        if time.monotonic() - started > SAMPLE_SECONDS and chosen <= asked:
+            self.screen.say(f"the sample was cut after {SAMPLE_SECONDS:.0f} s: {chosen - 1} of {asked} tokens")
         self.log.emit(events.Sampled(step=self.state.step, prompt=self.config.sample_prompt, text=text))
         self._logged.add(("sample", self.state.step))
 
