@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from tercet.version import __version__
 
-# Threads on a CPU sleep while they wait for each other. OpenMP reads this when torch is loaded; by default threads spin,
-# which halves the speed or worse beside a program that uses the cores too, and gains nothing alone.
+# Threads on a CPU sleep while they wait for each other. By default they spin, and training beside a program that uses
+# the cores too takes twice as long or more. OpenMP reads this when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # public name -> module that defines it

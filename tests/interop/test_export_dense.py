@@ -190,7 +190,7 @@ def test_the_command_writes_one_file_and_says_how_to_load_it(tmp_path, capsys):
     assert cli.main(["import", "hf", source, ours, "--attention", "block-sparse", "--dense_below", "2000"]) == 0
     said, warned = capsys.readouterr()
     assert "has no tokenizer.json" in warned
-    assert "--data.path YOUR-TEXTS" in said
+    assert "--train.tokens_per_step 256" in said  # on a CPU one sequence, not 65,536 tokens
     assert "equal to the dense model up to 2,000 tokens" in said
     assert "still dense in sequences of" in said
     assert "use a longer --data.seq_len" in said
@@ -208,16 +208,16 @@ def test_the_command_writes_one_file_and_says_how_to_load_it(tmp_path, capsys):
 def test_an_import_with_new_selectors_says_how_to_train_them_first(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     dense_model(tmp_path / "dense", LlamaConfig(**{**FAMILIES["llama"].to_dict(), "vocab_size": 256}))
-    (tmp_path / "text.txt").write_text("a sentence about blocks. " * 400)
     words = ["--attention", "block-sparse", "--selector", "learned", "--seq_len", "256"]
     blocks = ["--nsa.select_block", "32", "--nsa.select_count", "4"]
     assert cli.main(["import", "hf", "dense", "ours", *words, *blocks]) == 0
     commands = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     assert len(commands) == 2
-    for command in commands:
-        _, _, flags = command.replace("YOUR-TEXTS", "text.txt").partition(" train ")
-        small = ["--train.micro_batch", "1", "--train.tokens_per_step", "256", "--train.sample_tokens", "0"]
-        assert cli.main(["train", *flags.split(), *small, "--train.steps", "1", "--run.device", "cpu"]) == 0
+    for command, tokens in zip(commands, (5e6, 20e6), strict=True):
+        _, _, line = command.partition(" train ")
+        flags = line.split()
+        assert int(flags[flags.index("--train.steps") + 1]) * 256 == pytest.approx(tokens, rel=1e-3)
+        assert cli.main(["train", *flags, "--train.steps", "1", "--train.sample_tokens", "0"]) == 0
     assert (tmp_path / "converted" / "metrics.json").exists()
 
 

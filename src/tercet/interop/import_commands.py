@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,20 +94,51 @@ def hf(
     if not (source / "tokenizer.json").is_file():
         print(f"warning: {source} has no tokenizer.json, so {out} uses the byte tokenizer, whose tokens are not this "
               "model's: add the file and import again, or train with --data.tokenizer", file=sys.stderr)  # fmt: skip
-    file, flags = out / "config.toml", {"data.source": "text", "data.path": "YOUR-TEXTS"}
-    if two_stages:
-        if imported.run.nothing_to_choose:  # the sequences are too short: selectors were checked above
-            block, reach = model.nsa.select_block, max(model.nsa.selected_tokens, model.dense_below)
-            length, longer = imported.run.data.seq_len, -(-2 * reach // block) * block
-            print(f"attention is still dense in sequences of {length:,} tokens: the commands below use {longer:,}, "
-                  "where queries choose blocks")  # fmt: skip
-            written = batch_settings(length)
-            flags |= {key: str(value) for key, value in batch_settings(longer).items() if value != written[key]}
-        alone = flags | {"run.dir": "warmup", "train.selector.only": "true", "train.lr": "1e-3", "train.steps": 500}
-        print(f"Wrote {out}. Its selectors start at random. To train them alone, then everything:")
-        print(f"  {hints.train_config(file, alone)}")
-        print(f"  {hints.train_config(file, flags | {'run.dir': 'converted', 'train.init_from': 'warmup'})}")
-        return 0
-    print(f"Wrote {out}. To train it:  {hints.train_config(file, flags)}")
-    print(f"To use it without training:  {hints.generate(out)}")
+    flags: dict[str, object] = {}
+    if two_stages and imported.run.nothing_to_choose:  # the sequences are too short: selectors were checked above
+        block, reach = model.nsa.select_block, max(model.nsa.selected_tokens, model.dense_below)
+        length, longer = imported.run.data.seq_len, -(-2 * reach // block) * block
+        print(f"attention is still dense in sequences of {length:,} tokens: the commands below use {longer:,}, "
+              "where queries choose blocks")  # fmt: skip
+        written = batch_settings(length)
+        flags = {key: value for key, value in batch_settings(longer).items() if value != written[key]}
+    _print_training(out, {**batch_settings(imported.run.data.seq_len), **flags}, flags, two_stages=two_stages)
+    if not two_stages:
+        print(f"To use it without training:  {hints.generate(out)}")
     return 0
+
+
+# What two measured conversions trained with: docs/results/conversion.md.
+SELECTOR_TOKENS, ALL_TOKENS = 5_000_000, 20_000_000
+RECIPE = {"train.schedule": "constant", "train.warmup_steps": 10}
+
+
+def _print_training(out: Path, batch: Mapping[str, int], flags: dict[str, object], *, two_stages: bool) -> None:
+    """Print commands that train the model on this machine. flags: what they change in the file's batch settings."""
+    import torch
+
+    tokens, on_cpu = batch["train.tokens_per_step"], not torch.cuda.is_available()
+    if on_cpu:  # a step of 65,536 tokens would take minutes, a validation hours
+        tokens = batch["data.seq_len"]
+        flags |= {"train.micro_batch": 1, "train.tokens_per_step": tokens, "train.val_tokens": 16 * tokens}
+    stages = [flags]
+    if two_stages:
+        flags |= RECIPE
+        stages = [
+            {"run.dir": "warmup", **flags, "train.selector.only": "true", "train.lr": "1e-3",
+             "train.steps": -(-SELECTOR_TOKENS // tokens)},
+            {"run.dir": "converted", **flags, "train.init_from": "warmup", "train.lr": "2e-4",
+             "train.steps": -(-ALL_TOKENS // tokens)},
+        ]  # fmt: skip
+        print(f"Wrote {out}. Its selectors start at random: it is not usable until they have learned. As in the measured "
+              f"conversions, train them alone for {SELECTOR_TOKENS // 10**6}M tokens, then everything for "
+              f"{ALL_TOKENS // 10**6}M:")  # fmt: skip
+    else:
+        print(f"Wrote {out}. To train it:")
+    for stage in stages:
+        print(f"  {hints.train_config(out / 'config.toml', stage)}")
+    print("This reads Python source; for your own texts add: --data.source text --data.path FILES")
+    if on_cpu:
+        print(
+            "Without a GPU it takes long: the first lines of a run say how long. Fewer --train.steps are a trial only."
+        )

@@ -303,8 +303,8 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
     model_keys = [k for k in changed if k.startswith("model.") and k not in unused and not k.startswith(extension)]
     if model_keys:
         raise WrongCheckpoint(
-            f"the checkpoint is of a different model: {listed(model_keys)}: leave out --preset and --config, and the run "
-            "resumes with its own settings, or start a new run"
+            f"the checkpoint is of a different model: {listed(model_keys)}: leave out --preset and --config, and the "
+            "run resumes with its own settings, or start a new run"
         )
     for key, stored in (("train.optimizer", "the former"), ("train.selector.only", "the parameters that it trained")):
         if key in changed:
