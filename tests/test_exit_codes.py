@@ -15,7 +15,7 @@ from runs import small
 from tercet import cli
 from tercet.attention.config import NSAConfig
 from tercet.data.stream import DataUsageError
-from tercet.errors import EXIT_FAILURE, EXIT_USAGE, TercetError, UsageError
+from tercet.errors import EXIT_EMPTY, EXIT_FAILURE, EXIT_USAGE, TercetError, UsageError
 from tercet.parallel.context_layout import ContextLayout
 from tercet.parallel.distributed import FullySharded
 from tercet.parallel.failure import PeerFailed
@@ -71,7 +71,6 @@ plan --preset tiny --gpu RX1                                                 --g
 config diff tiny empty                                                       empty/config.toml does not exist
 train --preset tiny --data.source text --data.path nowhere --run.dir new     nowhere matches no file
 train --preset tiny --data.source jsonl --data.path jl/*.json --run.dir new  path=jl/*.json matches no file
-train --preset tiny --data.source text --data.path empty --run.dir new       empty has no text files
 train --preset tiny --data.source shards --data.path empty --run.dir new     empty has no manifest.json
 train --preset tiny --data.tokenizer ./no.json --run.dir new                 tokenizer=./no.json: no.json does not exist
 train --preset tiny --data.eos_token x --run.dir new                         eos_token='x' with tokenizer=byte
@@ -231,6 +230,16 @@ def test_what_went_wrong_on_the_way_is_exit_code_1(capsys, monkeypatch, command,
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("path", "said"), [("empty", "empty has no text files"), ("none.txt", "no document has any")])
+def test_data_without_a_document_has_its_own_exit_code(capsys, path, said):
+    Path("none.txt").write_text("")
+    assert (
+        cli.main(["train", "--preset", "tiny", "--data.source", "text", "--data.path", path, "--run.dir", "new"]) == 65
+    )
+    assert said in capsys.readouterr().err
+    assert not Path("new").exists()
+
+
 def test_a_wrong_launch_is_wrong_use_although_other_launch_errors_are_failures(capsys):
     code = cli.main(["train", "--preset", "tiny", "--parallel.strategy", "ddp", "--run.dir", "new"])
     assert code == EXIT_USAGE
@@ -358,4 +367,13 @@ def test_the_table_lists_the_codes_that_there_are():
     table = (DOCS / "configuration.md").read_text(encoding="utf-8").partition("## Exit codes")[2]
     listed = {int(code) for cell in re.findall(r"^\| ([\d, ]+) \|", table, re.M) for code in cell.split(",")}
 
-    assert listed == {EXIT_FAILURE, EXIT_USAGE, *EXIT_CODES.values(), STALLED_EXIT, 128 + 1, 128 + 2, 128 + 15}
+    assert listed == {
+        EXIT_FAILURE,
+        EXIT_USAGE,
+        EXIT_EMPTY,
+        *EXIT_CODES.values(),
+        STALLED_EXIT,
+        128 + 1,
+        128 + 2,
+        128 + 15,
+    }

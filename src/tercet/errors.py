@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
+EXIT_EMPTY = 65  # EX_DATAERR of sysexits.h
 
 
 class TercetError(Exception):

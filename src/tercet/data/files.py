@@ -19,7 +19,7 @@ from typing import Any
 from tercet.atomic_io import write_json
 from tercet.data.order import permutation
 from tercet.data.records import Reader, Record
-from tercet.data.stream import BadRecordError, DataError, DataUsageError
+from tercet.data.stream import BadRecordError, DataError, DataUsageError, EmptyDataError
 from tercet.errors import first_few
 from tercet.parse import parse_json
 
@@ -146,7 +146,7 @@ def _expand(given: str, kind: str) -> list[tuple[str, Path]]:
         if not files:
             endings = ", ".join(suffix for suffix in SUFFIXES[kind] if suffix)
             expected = f" ({endings})" if endings else ""
-            raise DataUsageError(
+            raise EmptyDataError(
                 f"path={given} has no {kind} files{expected}: name the files, or set data.source to their format"
             )
     else:

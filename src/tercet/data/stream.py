@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from tercet.errors import TercetError, UsageError
+from tercet.errors import EXIT_EMPTY, TercetError, UsageError
 
 # The complete position of a stream, as JSON. Every cursor counts `epoch`, `documents` (delivered so far), `skipped`
 # (bad records) and `left_out` (empty documents); the other keys belong to the source.
@@ -97,6 +97,12 @@ class DataError(TercetError):
 
 class DataUsageError(DataError, UsageError):
     """The requested data does not exist, or its settings do not fit together."""
+
+
+class EmptyDataError(DataError):
+    """The data is there, but has no document."""
+
+    exit_code = EXIT_EMPTY
 
 
 class StoppedWaiting(Exception):

@@ -27,6 +27,7 @@ from tercet.data.stream import (
     DataUsageError,
     Document,
     Documents,
+    EmptyDataError,
     ReadOptions,
     SourceNotes,
     Split,
@@ -237,7 +238,9 @@ class TextStream:
                     f"{self.notes.bad_records[0]}): fix them, or check data.source and data.path"
                 )
             if found == 0 and with_text == 0:
-                raise DataError(f"{self._name}: no document has any text (empty documents: {empty:,}): check data.path")
+                raise EmptyDataError(
+                    f"{self._name}: no document has any text (empty documents: {empty:,}): check data.path"
+                )
             if found == 0:
                 too_short = f" ({self._split.too_short})" if self._split.too_short else ""
                 raise DataUsageError(

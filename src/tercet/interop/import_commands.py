@@ -130,8 +130,8 @@ def _print_training(out: Path, batch: Mapping[str, int], flags: dict[str, object
             {"run.dir": "converted", **flags, "train.init_from": "warmup", "train.lr": "2e-4",
              "train.steps": -(-ALL_TOKENS // tokens)},
         ]  # fmt: skip
-        print(f"Wrote {out}. Its selectors start at random: it is not usable until they have learned. As in the measured "
-              f"conversions, train them alone for {SELECTOR_TOKENS // 10**6}M tokens, then everything for "
+        print(f"Wrote {out}. Its selectors start at random: it is not usable until they have learned. As in the "
+              f"measured conversions, train them alone for {SELECTOR_TOKENS // 10**6}M tokens, then everything for "
               f"{ALL_TOKENS // 10**6}M:")  # fmt: skip
     else:
         print(f"Wrote {out}. To train it:")

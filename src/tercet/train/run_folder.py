@@ -77,8 +77,12 @@ class RunFolder:
     def has_run(self) -> bool:
         """Whether the folder already holds a run. One that was stopped before its first step leaves nothing to keep."""
         events = events_file(self.path)
-        stepped = events.is_file() and any(event.step for event in read_events(events))
-        return stepped or bool(manifest.complete_checkpoints(self.checkpoints))
+        if events.is_file() and events.stat().st_size > 0:  # an empty file: a run that was refused
+            logged = read_events(events)
+            first = next(logged, None)  # None: the file is damaged
+            if first is None or first.step or any(event.step for event in logged):
+                return True
+        return bool(manifest.complete_checkpoints(self.checkpoints))
 
     @property
     def other_files(self) -> list[str]:

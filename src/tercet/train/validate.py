@@ -12,7 +12,7 @@ from torch import nn
 from tercet.config.schema import RunConfig
 from tercet.data.loader import Batch, build_loader
 from tercet.data.sources import open_stream
-from tercet.data.stream import DataError, DataUsageError
+from tercet.data.stream import DataError, DataUsageError, EmptyDataError
 from tercet.data.tokenizers import Tokenizer, text_bytes
 from tercet.errors import UsageError
 from tercet.model.config import Sampling
@@ -43,6 +43,8 @@ def check_validation_data(config: RunConfig, tokenizer: Tokenizer) -> None:
                 f"train.val_tokens={config.train.val_tokens}, but the data has nothing to validate on: {error}; "
                 "turn validation off with --train.val_tokens 0"
             ) from None
+        except EmptyDataError:
+            raise
         except DataError as error:
             raise DataError(str(error)) from None  # subclasses cannot be pickled and sent to other ranks
 
