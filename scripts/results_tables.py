@@ -40,6 +40,18 @@ from result_files import (
 DOCS = ROOT / "docs"
 
 
+# The table of docs/configuration.md
+
+
+def config_sections() -> str:
+    """Sections of the configuration, with the first sentence of their docstrings."""
+    from tercet.config.help import about_table, table_names
+    from tercet.config.keys import all_keys
+
+    rows = [(f"`{name}`", about_table(name).partition(". ")[0].rstrip(".")) for name in table_names(all_keys())]
+    return table(["section", "contents"], rows)
+
+
 # Tables of docs/nsa.md
 
 
@@ -137,6 +149,7 @@ def gpu_measured() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "config-sections": config_sections,
     "keys-per-query": keys_per_query,
     "recall": recall,
     "gpu-measured": gpu_measured,

@@ -270,7 +270,7 @@ def test_errors_name_the_option_its_value_the_rule_and_the_fix(capsys, flags, me
             "tercet eval selection-map needs RUN and OUT: write tercet eval selection-map RUN OUT",
         ),
         ("data prepare --workers 1", "tercet data prepare needs --out: write tercet data prepare --out OUT"),
-        ("train --help trian", "--help trian: unknown section: did you mean train?"),
+        ("train --help trian", "--help trian: no option has this in its name or description: did you mean train?"),
     ],
 )
 def test_errors_of_other_commands(capsys, command, message):
@@ -310,11 +310,22 @@ def test_help_of_a_section_lists_its_keys(capsys, words):
     assert flags == {name for name in all_keys() if name.startswith("model.")}
 
 
+@pytest.mark.parametrize(
+    ("word", "first", "lines"),
+    [("train.lr", "--train.lr", 1), ("lr", "--train.lr", 40), ("--train.lr", "--train.lr", 1),
+     ("resume", "--resume", 9), ("micro-batch", "--train.micro_batch", 9), ("Peak", "--train.lr", 30)],
+)  # fmt: skip
+def test_help_finds_keys_by_name_or_description(capsys, word, first, lines):
+    out = shown(capsys, f"train --help={word}")
+    assert out.split()[0] == first
+    assert out.count("  --") <= lines
+
+
 def test_help_all_lists_every_key(capsys):
     out = shown(capsys, "config show --help all")
     flags = {re.sub(r"\[no_\]", "", flag) for flag in re.findall(r"^  --([\w.\[\]]+)", out, re.M)}
     assert flags == {*all_keys(), "preset", "config", "changed"} - {"data.mixture"}
-    assert "one of python-source, synthetic" in " ".join(out.split())
+    assert "one of python-source, synthetic" in " ".join(shown(capsys, "config show --help data.source").split())
 
 
 @pytest.mark.parametrize("width", [60, 100, 200])

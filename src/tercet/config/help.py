@@ -27,10 +27,11 @@ _MAX_LEFT = 36  # longer flags have their text on the next line
 def config_help(topic: str, options: type, values: Mapping[str, Any], *, prog: str, about: str) -> str:
     """Help of a command that takes a configuration.
 
-    topic: "" for the common options, "all", or a section. values: those of the preset and the file.
+    topic: "" for the common options, "all", a section, a key, or a word to find keys by. values: those of the preset
+    and the file.
     """
     own, keys = command_options(options), key_options(values)
-    tables = _tables(keys)
+    tables = table_names(keys)
     width = _width()
     if not topic:
         common = [*own.values(), *(keys[name] for name in COMMON_KEYS)]
@@ -41,21 +42,37 @@ def config_help(topic: str, options: type, values: Mapping[str, Any], *, prog: s
                 "Common options:",
                 *_rows(common, width, brief=True),
                 "",
-                *_wrap("Every configuration key is an option: --SECTION.KEY VALUE. To list them:", width),
-                f"  {prog} --help all",
+                *_wrap("Every configuration key is an option: --SECTION.KEY VALUE. To find one:", width),
+                f"  {prog} --help WORD",
                 f"  {prog} --help SECTION",
                 *_wrap(f"Sections: {sections}", width, indent=2),
+                f"  {prog} --help all",
             ]
         )
-    if topic != "all" and topic not in tables:
-        near = suggestion(topic, tables) or f"pick one of all, {', '.join(tables)}"
-        raise ConfigError(f"--help {topic}: unknown section: {near}")
-    shown = tables if topic == "all" else [name for name in tables if f"{name}.".startswith(f"{topic}.")]
-    lines = [_usage(prog, about, width), "Command options:", *_rows(own.values(), width)] if topic == "all" else []
+    everything = topic == "all"
+    shown = [name for name in tables if everything or f"{name}.".startswith(f"{topic}.")]
+    if not shown:
+        return "\n".join(_rows(_matching(topic, own | keys, tables), width))
+    lines = [_usage(prog, about, width), "Command options:"] if everything else []
+    lines += _rows(own.values(), width, brief=True) if everything else []
     for table in shown:
         members = [option for name, option in keys.items() if name.rpartition(".")[0] == table]
-        lines += ["", *_wrap(f"{table}: {_about_table(table)}", width), *_rows(members, width)]
+        lines += ["", *_wrap(f"{table}: {about_table(table)}", width), *_rows(members, width, brief=everything)]
     return "\n".join(lines).strip("\n")
+
+
+def _matching(word: str, options: Mapping[str, Option], tables: Iterable[str]) -> list[Option]:
+    """The option of this name, those whose last part it is or whose name contains it, or whose text does."""
+    name = word.lstrip("-").replace("-", "_").lower()
+    if name in options:
+        return [options[name]]
+    named = [option for key, option in options.items() if name in key]
+    named.sort(key=lambda option: option.name.rpartition(".")[2] != name)
+    found = named or [option for option in options.values() if word.lower() in option.help.lower()]
+    if not found or not name:
+        near = suggestion(word, [*tables, *options]) or f"give a key, or one of all, {', '.join(tables)}"
+        raise ConfigError(f"--help {word}: no option has this in its name or description: {near}")
+    return found
 
 
 def function_help(function: Callable[..., Any], *, prog: str, positional: bool = False) -> str:
@@ -132,14 +149,14 @@ def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
-def _tables(keys: Iterable[str]) -> list[str]:
+def table_names(keys: Iterable[str]) -> list[str]:
     """Sections and tables inside them, in the order of the schema: model, model.nsa, data, …"""
     tables = dict.fromkeys(name.rpartition(".")[0] for name in keys)
     order = list(RunConfig.model_fields)
     return sorted(tables, key=lambda table: (order.index(table.partition(".")[0]), table))
 
 
-def _about_table(path: str) -> str:
+def about_table(path: str) -> str:
     table: Any = RunConfig
     for name in path.split("."):
         table = typing.get_type_hints(table)[name]
