@@ -40,5 +40,5 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def first_few(names: Sequence[str], count: int = 3, separator: str = ", ") -> str:
     """A list in an error message: "a, b, c and 5 more"."""
-    more = f" and {len(names) - count} more" if len(names) > count else ""
+    more = f"{separator.rstrip(', ')} and {len(names) - count} more" if len(names) > count else ""
     return separator.join(names[:count]) + more

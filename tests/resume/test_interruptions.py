@@ -196,7 +196,7 @@ def test_a_signal_works_while_the_loader_hangs(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_signal_during_the_last_sample_leaves_a_saved_and_complete_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, true, chosen = tmp_path / "run", trainer.sample_text, 0
 
@@ -217,6 +217,7 @@ def test_a_signal_during_the_last_sample_leaves_a_saved_and_complete_run(
         patch.setattr(trainer, "sample_text", interrupted)
         assert train(config) == 0
     assert chosen == 3
+    assert "the sample was interrupted: --resume auto repeats it" in capsys.readouterr().out
     assert ended(folder).outcome == "completed"
     assert train(config, resume="auto") == 0  # no step, only the interrupted sample
     assert [e.step for e in read_events(events_file(folder)) if isinstance(e, Sampled)] == [6]

@@ -401,7 +401,7 @@ def test_a_changed_config_is_reported_or_refused() -> None:
     with pytest.raises(CheckpointError, match=r"different model: model\.dim was 8, now 16.* with its own settings"):
         resume.check_config(saved, saved | {"model": {"dim": 16}}, allow_change=True)
     other = {"dim": 16, "layers": 3, "heads": 1, "kv_heads": 1, "ffn_dim": 9, "head_dim": 4}
-    with pytest.raises(CheckpointError, match=r"now 9; .* and 3 more: leave out --preset"):
+    with pytest.raises(CheckpointError, match=r"now 9; .*; and 3 more: leave out --preset"):
         resume.check_config(saved, saved | {"model": other}, allow_change=True)
 
 

@@ -526,7 +526,8 @@ class Trainer:
                 cached=single_cpu and precision_of(self.config, self.state.device) == "fp32",
             )
         if self.strategy.any_rank(self.stop.signal is not None):
-            return  # an interrupted sample is not logged
+            self.screen.say("the sample was interrupted: --resume auto repeats it")
+            return
         if time.monotonic() - started > SAMPLE_SECONDS and chosen <= asked:
             self.screen.say(f"the sample was cut after {SAMPLE_SECONDS:.0f} s: {chosen - 1} of {asked} tokens")
         self.log.emit(events.Sampled(step=self.state.step, prompt=self.config.sample_prompt, text=text))
