@@ -471,7 +471,7 @@ def test_suggested_commands_can_be_pasted_whatever_the_folder_name(capsys, tmp_p
     monkeypatch.setattr("tercet.interop.huggingface.import_hf.import_model", lambda *_, **__: imported)
     Path("theirs").mkdir()
     made = run(capsys, "import", "hf", "theirs", "my model")[1]
-    assert "tercet train --config 'my model/config.toml' --train.micro_batch" in made
+    assert "tercet train --config 'my model/config.toml'" in made
     assert "tercet generate 'my model' --prompt TEXT\n" in made
 
     assert train(small(run__dir="my run", train__steps=1, train__val_tokens=0)) == 0

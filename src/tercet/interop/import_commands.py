@@ -94,7 +94,7 @@ def hf(
     if not (source / "tokenizer.json").is_file():
         print(f"warning: {source} has no tokenizer.json, so {out} uses the byte tokenizer, whose tokens are not this "
               "model's: add the file and import again, or train with --data.tokenizer", file=sys.stderr)  # fmt: skip
-    flags: dict[str, object] = {}
+    flags: dict[str, Any] = {}
     if two_stages and imported.run.nothing_to_choose:  # the sequences are too short: selectors were checked above
         block, reach = model.nsa.select_block, max(model.nsa.selected_tokens, model.dense_below)
         length, longer = imported.run.data.seq_len, -(-2 * reach // block) * block
@@ -113,7 +113,7 @@ SELECTOR_TOKENS, ALL_TOKENS = 5_000_000, 20_000_000
 RECIPE = {"train.schedule": "constant", "train.warmup_steps": 10}
 
 
-def _print_training(out: Path, batch: Mapping[str, int], flags: dict[str, object], *, two_stages: bool) -> None:
+def _print_training(out: Path, batch: Mapping[str, int], flags: dict[str, Any], *, two_stages: bool) -> None:
     """Print commands that train the model on this machine. flags: what they change in the file's batch settings."""
     import torch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -125,7 +126,7 @@ class Validation:
 
 
 def sample_text(
-    model: nn.Module,
+    model: Any,
     tokenizer: Tokenizer,
     prompt: str,
     tokens: int,
