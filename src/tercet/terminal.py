@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 
@@ -17,13 +18,16 @@ class Progress:
     """How far an evaluation is, in tokens, and the time left: a line that is overwritten on a terminal, else a line
     every half minute."""
 
-    def __init__(self, tokens: int) -> None:
-        self._total, self._done = tokens, 0
+    def __init__(self, tokens: int = 0) -> None:
+        """tokens: in all; 0: not known."""
+        self._total: float = tokens or math.inf
+        self._done: float = 0
         self._begin = self._printed = time.perf_counter()
 
     def update(self, tokens: int) -> None:
         self._done = min(self._total, self._done + tokens)
-        text = f"{self._done / self._total:.0%}{self.left()}"
+        known = self._total < math.inf
+        text = f"{self._done / self._total:.0%}{self.left()}" if known else f"{self._done:,} tokens"
         if sys.stderr.isatty():
             print(f"\r{text}\x1b[K\r", end="", file=sys.stderr, flush=True)
         elif time.perf_counter() - self._printed > SECONDS_PER_LINE:

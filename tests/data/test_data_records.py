@@ -6,6 +6,7 @@ import errno
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,6 +16,7 @@ import pytest
 from tercet.config.data import DataConfig
 from tercet.data import records
 from tercet.data.loader import build_loader
+from tercet.data.sources import record_source
 from tercet.data.stream import BadRecordError, DataError
 
 zstandard = pytest.importorskip("zstandard")  # machines of `make test-gpu` may lack it
@@ -133,11 +135,11 @@ class UnreliableStorage:
     def __exit__(self, *_):
         pass
 
-    def __iter__(self):
-        yield from (line.encode() + b"\n" for line in GOOD[:2])
-        self.read()
+    def readline(self, _size):
+        self.lines = getattr(self, "lines", 0) % 3 + 1
+        return GOOD[0].encode() + b"\n" if self.lines < 3 else self.read(0)
 
-    def read(self):
+    def read(self, _size):
         raise OSError(errno.EIO, "Input/output error")
 
 
@@ -246,3 +248,63 @@ def test_paths_can_be_files_folders_and_globs(tmp_path, read, documents_of):
         read(config("parquet", tmp_path / "x"))
     with pytest.raises(DataError, match=r"names .*a.jsonl twice"):
         names("x/a.jsonl", "x/*.jsonl")
+
+
+def long_jsonl(path):
+    path.write_bytes(jsonl_with(json.dumps({"text": "x" * (2 << 20)}).encode()))
+
+
+def long_parquet(path):
+    texts = [json.loads(line)["text"] for line in GOOD]
+    pq.write_table(pa.table({"text": [*texts[:3], "x" * (2 << 20), *texts[3:]]}), path)
+
+
+@pytest.mark.parametrize("source", ["jsonl", "parquet"])
+def test_a_record_over_the_limit_is_bad_until_the_limit_is_raised(source, tmp_path):
+    path = tmp_path / f"a.{source}"
+    (long_jsonl if source == "jsonl" else long_parquet)(path)
+    found = dict(record_source(config(source, path, max_record_mib=1), seed=0, shuffle=False)._reader(path, 0))
+    limits = r"is longer than data.max_record_mib=1 allows: split it, or raise --data.max_record_mib"
+    assert re.search(rf"record 4 of .*a\.{source}: {limits}", str(found.pop(4)))
+    assert [record.text for record in found.values()] == [f"good {i}".encode() for i in range(6)]
+    whole = dict(record_source(config(source, path), seed=0, shuffle=False)._reader(path, 0))
+    assert len(whole[4].text) == 2 << 20
+
+
+def test_repeated_values_of_a_parquet_file_are_not_written_out(tmp_path):
+    """300 rows share one value of 1 MiB: a file of a few kB, which took 256 MiB of memory."""
+    shared = pa.DictionaryArray.from_arrays(pa.array([0] * 300, pa.int32()), pa.array(["x" * (1 << 20)]))
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": shared}), path, compression="zstd", dictionary_pagesize_limit=1 << 30)
+    before = pa.total_allocated_bytes()
+    rows = records.parquet_reader("text", "")(path, 0)
+    assert len(next(rows)[1].text) == 1 << 20
+    assert pa.total_allocated_bytes() - before < 16 << 20
+    assert sum(1 for _ in rows) == 299
+
+
+@pytest.mark.parametrize("separator", ["", "\n--\n"])
+def test_a_text_of_any_length_is_read_in_pieces_that_start_at_lines(separator, tmp_path, monkeypatch):
+    class Endless:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def read(self, size):
+            return b"0123456\n" * (size // 8)
+
+    monkeypatch.setattr(records, "open_binary", lambda _: Endless())
+    rows = records.text_reader(separator, 1)(tmp_path, 0)
+    assert [len(next(rows)[1].text) for _ in range(3)] == [1 << 20] * 3
+
+
+@pytest.mark.parametrize("text", ["é" * 50, "a line\n" * 30, "--x\n--\n" * 20, "x" * 45 + "\n--\n" + "é\n" * 40])
+@pytest.mark.parametrize("limit", [7, 16, 64])
+def test_pieces_of_a_text_are_the_text(text, limit):
+    data = text.encode()
+    found = list(records.pieces(data, limit))
+    assert b"".join(found) == data
+    assert max(map(len, found)) <= limit
+    assert all(part.decode() for part in found)

@@ -145,9 +145,9 @@ def test_continuing_does_not_tokenise_finished_shards_again(source, tmp_path, sm
     encoded: list[int] = []
     real = module.encode_records
 
-    def counting(tokenizer, records):
+    def counting(tokenizer, records, specials):
         encoded.append(len(records))
-        return real(tokenizer, records)
+        return real(tokenizer, records, specials)
 
     def stop_after_three(now):
         if now.shards == 3:

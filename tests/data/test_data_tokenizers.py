@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tercet.config.data import DataConfig
+from tercet.data import tokenizers
 from tercet.data.prepare import prepare
 from tercet.data.stream import DataError, DataUsageError
 from tercet.data.tokenizers import LibraryTokenizer, check_round_trip, load_tokenizer
@@ -138,3 +139,20 @@ def test_a_missing_tokenizer_is_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.setattr("tercet.data.hub.fetch_model_file", lambda model, name: str(tmp_path / name))
     with pytest.raises(DataError, match=r"tokenizer=gpt2: .* is not a readable tokenizer\.json"):
         load_tokenizer("gpt2")
+
+
+@pytest.mark.parametrize(
+    "text", ["def f(x):\n    return x  # né\n" * 400, "one line without an end " * 500, "x" * 9000]
+)
+def test_a_long_text_has_the_same_tokens_in_pieces(text, small_bpe, monkeypatch):
+    tokenizer = load_tokenizer(str(small_bpe))
+    texts = [b"short", text.encode(), b"end"]
+    whole = tokenizer.encode_documents(texts)
+    asked = []
+    ids = tokenizer._ids
+    monkeypatch.setattr(tokenizer, "_ids", lambda part, specials: asked.append(len(part)) or ids(part, specials))
+    monkeypatch.setattr(tokenizers, "ENCODED_AT_ONCE", 2000)
+    monkeypatch.setattr(tokenizers, "CONTEXT", 200)
+    found = tokenizer.encode_documents(texts)
+    assert [tokens.tolist() for tokens in found] == [tokens.tolist() for tokens in whole]
+    assert max(asked) <= 2200 or " " not in text

@@ -9,6 +9,8 @@ import math
 import re
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
@@ -297,6 +299,51 @@ def test_models_of_other_data_and_seeds_are_compared_on_the_same_text(tmp_path, 
     texts = [b"".join(bytes(b.tokens[0].tolist()) for b in held_out(m, sequences=4, seq_len=64))
              for m in (compared, own, given)]  # fmt: skip
     assert texts[0] == texts[2] != texts[1]
+
+
+def test_all_of_ones_own_text_is_measured_whatever_its_format(stored, tmp_path, capsys):
+    texts = ["one short document", "another, of 300 bytes: " + "abcdefg " * 35, "é" * 40]
+    for i, text in enumerate(texts):
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        (tmp_path / "folder" / f"{i}.txt").write_text(text)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    pq.write_table(pa.table({"body": texts}), tmp_path / "a.parquet")
+    prepare(DataConfig(source="text", path=str(tmp_path / "folder")), tmp_path / "shards", workers=1)
+    records = []
+    for name in ("folder", "a.jsonl", "a.parquet", "shards"):
+        field = ["--text-field", "body"] if name.startswith("a.") else []
+        words = ["eval", "perplexity", str(stored), "--data", str(tmp_path / name), *field, "--device", "cpu"]
+        assert main(words) == 0, name
+        records.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    model = load_model(stored)
+    joined = [torch.tensor([*text.encode(), 0]) for text in texts]
+    sizes = sum(len(tokens) - 1 for tokens in joined)
+    for record in records:
+        assert record["all"]["tokens"] == sizes  # nothing is held out, nothing is read twice
+        assert record["all"]["nats"] == pytest.approx(records[0]["all"]["nats"], rel=1e-6)
+    file = tmp_path / "folder" / "0.txt"  # in one sequence
+    assert (
+        main(["eval", "perplexity", str(stored), "--data", str(tmp_path / "folder" / "0.txt"), "--device", "cpu"]) == 0
+    )
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    with torch.no_grad():
+        nats = F.cross_entropy(model(joined[0][None])[0, :-1].float(), joined[0][1:], reduction="sum")
+    assert record["all"]["nats"] == pytest.approx(nats.item(), rel=1e-5)
+    assert record["data"] == ["text", str(file)]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--data {0}/gone", "matches no file"),
+        ("--data {0} --data-of {0}", "two texts"),
+        ("--data {0} --text-field body", "has no effect"),
+        ("--text-field body", "without --data"),
+    ],
+)
+def test_a_wrong_choice_of_text_is_refused(stored, words, said, capsys):
+    assert main(["eval", "perplexity", str(stored), *words.format(stored).split()]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_missing_corpus_is_named_with_the_flag_that_reads_another(stored, tmp_path, capsys):

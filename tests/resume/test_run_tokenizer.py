@@ -105,6 +105,35 @@ def test_a_moved_folder_of_weights_reads_its_own_tokenizer(place, tmp_path):
     assert tercet.load_model(tmp_path).tokenizer.fingerprint == model.tokenizer.fingerprint
 
 
+def test_weights_of_another_tokenizer_are_refused_unless_on_purpose(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    own = load(file=place / "run" / "config.toml").config
+    (tmp_path / "a.txt").write_text("quite other words, jumping over lazy foxes " * 50)
+    train_bpe(DataConfig(source="text", path=str(tmp_path)), tmp_path / "other.json", vocab_size=280)
+    (tmp_path / "in").mkdir()
+    save_file(tercet.load_model(place / "run").state_dict(), tmp_path / "in" / "model.safetensors")
+    write_config(own, {}, tmp_path / "in")
+    shutil.copy(place / "run" / "tokenizer.json", tmp_path / "in")
+
+    def start(tokenizer, source, *more):
+        words = ["--config", place / "run" / "config.toml", "--data.tokenizer", tokenizer, "--train.init_from", source]
+        result = main(["train", *map(str, words), "--train.steps", "1", "--run.dir", "new", *more])
+        shutil.rmtree("new", ignore_errors=True)
+        return result, "".join(capsys.readouterr())
+
+    for source in (place / "run", tmp_path / "in" / "model.safetensors"):
+        code, said = start("other.json", source)
+        assert code == 2
+        assert f"trained with the tokenizer {place}/tokenizer.json, and data.tokenizer={tmp_path}/other.json" in said
+        assert "--checkpoint.allow_config_change" in said
+        assert start("byte", source)[0] == 2
+    assert start(place / "run" / "tokenizer.json", source)[0] == 0  # another copy
+    assert start("other.json", place / "run", "--checkpoint.allow_config_change")[0] == 0
+    (tmp_path / "in" / "config.toml").unlink()
+    code, said = start("other.json", source)
+    assert (code, "its tokenizer was not compared" in said) == (0, True)
+
+
 def test_a_tokenizer_is_not_overwritten_without_force(place, tmp_path):
     data, out = DataConfig(source="text", path=str(place / "corpus")), tmp_path / "tokenizer.json"
     out.write_text("mine")

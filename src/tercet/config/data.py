@@ -90,10 +90,23 @@ class SourceConfig(Section):
     site-packages: also the installed packages (more text, but different on every machine)."""
 
     text_field: str = "text"
-    """Field (jsonl) or column (parquet) with a document's text."""
+    """Field (jsonl) or column (parquet) with a document's text, or with the messages of a conversation, which are
+    rendered through the tokenizer's chat template."""
 
     prompt_field: str = ""
-    """Field or column with a prompt to put before the text, excluded from the loss; empty: none."""
+    """Field or column with a prompt (text or messages) to put before the text, excluded from the loss; empty: none."""
+
+    loss_on: Literal["all", "assistant"] = "all"
+    """assistant: records are conversations, and only what the assistant writes counts in the loss. A plain text is a
+    message then: of the user in prompt_field, of the assistant in text_field."""
+
+    special_tokens: bool = False
+    """Make special tokens of strings such as <|im_end|> in the text; false: they are plain text. Conversations always
+    have them, and so have prompts of `tercet generate` and `tercet eval`. `tercet data inspect` counts them."""
+
+    max_record_mib: int = Field(default=16, ge=1)
+    """Longest record in MiB of text: a line of jsonl (all its fields), a row of parquet, a Python file. A longer one is
+    a bad record. For text: a longer document continues as another one, from the start of a line."""
 
     separator: str = ""
     """For text: split each file into documents at this string, which is dropped; empty: one document per file."""
@@ -132,6 +145,18 @@ class SourceConfig(Section):
                 f"prompt_field={self.prompt_field!r} is not used by source={self.source}: "
                 "drop it; only jsonl and parquet have fields"
             )
+        if self.loss_on != "all" and self.source not in ("jsonl", "parquet"):
+            raise ValueError(
+                f"loss_on={self.loss_on} is not used by source={self.source}: drop it; only jsonl and parquet have "
+                "conversations, and shards keep the loss_on of `tercet data prepare`"
+            )
+        if self.loss_on != "all" and self.retrieval:
+            raise ValueError(f"retrieval={self.retrieval:g} is not used with loss_on={self.loss_on}: drop one of them")
+        if self.special_tokens and self.source in ("synthetic", "shards", "mixture"):
+            fix = "set it in the [[data.mixture]] parts" if self.source == "mixture" else "drop it"
+            if self.source == "shards":
+                fix += "; shards keep the special_tokens of `tercet data prepare`"
+            raise ValueError(f"special_tokens=true is not used by source={self.source}: {fix}")
         if self.retrieval and self.source in ("synthetic", "mixture"):
             fix = "set it in the [[data.mixture]] parts" if self.source == "mixture" else "drop it"
             raise ValueError(f"retrieval={self.retrieval:g} is not used by source={self.source}: {fix}")

@@ -269,8 +269,8 @@ class CheckpointConfig(Section):
     verify: bool = True
     """Verify checksums before loading a checkpoint."""
     allow_config_change: bool = False
-    """Resume even if settings that affect the training trajectory (data, lr, ...) differ from the checkpoint's.
-    Not saved in config.toml."""
+    """Resume even if settings that affect the training trajectory (data, lr, ...) differ from the checkpoint's,
+    or start from train.init_from with another tokenizer. Not saved in config.toml."""
 
 
 class LogConfig(Section):

@@ -63,13 +63,16 @@ class HubRecordIterator:
     def __init__(self, urls: list[str], text_field: str, position: dict[str, Any] | None) -> None:
         self._urls, self._text_field = urls, text_field
         self._read = position["read"] if position else 0
+        # Rows at a time. By default a whole row group, as positions without this key count.
+        self._batch = position.get("batch") if position else 16
         self._reopened = position  # until a record is read, the library's state is that of the start
         library = _import_datasets()
         try:
             with library_logs_attached():
                 self._stream = library.load_dataset(
-                    "parquet", data_files={"train": urls}, split="train", streaming=True, columns=[text_field]
-                )
+                    "parquet", data_files={"train": urls}, split="train", streaming=True, columns=[text_field],
+                    **({"batch_size": self._batch} if self._batch else {}),
+                )  # fmt: skip
             if position:
                 self._stream.load_state_dict(position["state"])
         except Exception as error:  # network, missing or broken file: the library has no common base class
@@ -92,7 +95,8 @@ class HubRecordIterator:
         return make_record(text, None, "", *(("", 0) if isinstance(text, str) else self.last_record()))
 
     def position(self) -> dict[str, Any]:
-        return self._reopened or {"state": self._stream.state_dict(), "read": self._read}
+        batch = {"batch": self._batch} if self._batch else {}
+        return self._reopened or {"state": self._stream.state_dict(), "read": self._read, **batch}
 
     def last_record(self) -> tuple[str, int]:
         # The library does not report the file of a row, but its state has the file's index.

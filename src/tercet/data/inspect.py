@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
-from tercet.config.data import DataConfig
+import numpy as np
+
+from tercet.config.data import DataConfig, MixturePart, SourceConfig
 from tercet.data.packing import IGNORE, PackedBatch, Packing, pack
+from tercet.data.records import Record
 from tercet.data.shards import read_manifest, verify
-from tercet.data.sources import open_stream
+from tercet.data.sources import open_stream, record_source
 from tercet.data.stream import DataUsageError, Split
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 
 WIDTH = 96
+MOST_PARTS = 24  # of a document, learned or masked
+SCANNED_BYTES = 16 << 20  # of text, for strings of special tokens
 
 
 def describe(data: DataConfig, *, split: Split, sequences: int, seed: int) -> Iterator[str]:
@@ -29,6 +36,8 @@ def describe(data: DataConfig, *, split: Split, sequences: int, seed: int) -> It
     yield f"source {data.source}, split {split}, seed {seed}"
     yield f"tokenizer {tokenizer.name}: {tokenizer.vocab_size} tokens, EOS {tokenizer.eos_id}"
     yield from stream.notes.held_out
+    for part in data.mixture or (data,):
+        yield from _special_strings(part, tokenizer)
     packing = Packing(data.seq_len, sequences, 0, sequences, data.packing == "whole", tokenizer.eos_id)
     batches = pack(stream, packing)
     packed = next(batches, None)
@@ -53,8 +62,10 @@ def describe_shards(folder: Path, *, check: bool) -> Iterator[str]:
     used = manifest["tokenizer"]
     yield f"{folder}: {len(manifest['shards'])} shards, {manifest['documents']} documents, {manifest['tokens']} tokens"
     yield f"tokenizer {used['name']}: {used['vocab_size']} tokens, fingerprint {used['fingerprint']}"
-    source = manifest["source"]["source"]
-    yield f"prepared from {source}: {manifest['skipped']} bad records skipped, {manifest['left_out']} empty documents"
+    source = manifest["source"]
+    settings = [f"{name}={source[name]}" for name in ("special_tokens", "loss_on") if name in source]
+    prepared = ", ".join([source["source"], *settings])
+    yield f"prepared from {prepared}: {manifest['skipped']} bad records skipped, {manifest['left_out']} empty documents"
     yield "all checksums match" if check else "checksums not verified (use --verify)"
 
 
@@ -69,7 +80,52 @@ def _segments(packed: PackedBatch, tokenizer: Tokenizer, seq_len: int) -> Iterat
         if ended and counted == 0 and len(set(tokens)) == 1:
             yield f"  {len(tokens):>8} tokens of padding"
             continue
-        text = repr(tokenizer.decode(tokens))[1:-1]
-        shown = text if len(text) <= WIDTH else f"{text[: WIDTH // 2]} … {text[-WIDTH // 2 :]}"
-        end = "ends with EOS" if ended else "continues in the next sequence"
-        yield f"  {len(tokens):>8} tokens, {counted:>8} targets, {end}: {shown}"
+        what = "ends with EOS" if ended else "continues in the next sequence"
+        line = f"  {len(tokens):>8} tokens, {counted:>8} targets, {what}"
+        # A token is learned as the target of the one before. The first one is shown like the second.
+        learned = packed.targets[begin : end - 1] != IGNORE
+        learned = np.concatenate([learned[:1], learned])
+        edges = [0, *(np.flatnonzero(np.diff(learned)) + 1).tolist(), len(learned)]
+        if len(edges) <= 2:
+            yield f"{line}: {_shorten(tokenizer.decode(tokens, specials=True))}"
+            continue
+        yield line
+        for first, last in islice(pairwise(edges), MOST_PARTS):
+            text = _shorten(tokenizer.decode(tokens[first:last], specials=True))
+            yield f"           {'learned' if learned[first] else 'masked '} {text}"
+        if len(edges) - 1 > MOST_PARTS:
+            yield f"           … {len(edges) - 1 - MOST_PARTS} more parts"
+
+
+def _shorten(text: str) -> str:
+    text = repr(text)[1:-1]
+    return text if len(text) <= WIDTH else f"{text[: WIDTH // 2]} … {text[-WIDTH // 2 :]}"
+
+
+def _special_strings(part: SourceConfig, tokenizer: Tokenizer) -> Iterator[str]:
+    """How often the texts of a source hold the string of a special token."""
+    if not tokenizer.special_strings or part.source in ("synthetic", "shards"):
+        return
+    # the longest first: <|im_start|>x may be one, too
+    strings = sorted(tokenizer.special_strings, key=len, reverse=True)
+    pattern = re.compile(b"|".join(re.escape(string.encode()) for string in strings))
+    counts: Counter[str] = Counter()
+    documents = size = 0
+    chats = False
+    records = record_source(part, seed=0, shuffle=False, tokenizer=tokenizer).open(0, None)
+    for record in records:
+        if isinstance(record, Record):
+            documents, chats = documents + 1, chats or record.learned is not None
+            text = (record.prompt or b"") + (record.messages or record.text)
+            counts.update(found.decode() for found in pattern.findall(text))
+            size += len(text)
+            if size >= SCANNED_BYTES:
+                break
+    name = part.name if isinstance(part, MixturePart) and part.name else part.source
+    read = f"the first {documents:,} documents" if size >= SCANNED_BYTES else f"documents: {documents:,}"
+    found = ", ".join(f"{string} {count:,}" for string, count in counts.most_common(5))
+    become = "special tokens" if part.special_tokens or chats else "plain text, or tokens with data.special_tokens"
+    yield (
+        f"{name}: {counts.total():,} strings of special tokens in the text ({read})"
+        + (f": {found}; they become {become}" if counts else "")
+    )

@@ -95,8 +95,8 @@ def check_identity(state: dict[str, Any], identity: dict[str, Any]) -> None:
         )
     before, now = flatten_table(state["identity"]), flatten_table(identity)
     for name in sorted(before.keys() | now.keys()):
-        if name.endswith("contents") and name not in before:
-            continue  # saved by version 0.1
+        if name.endswith(("contents", "chat_template")) and name not in before:
+            continue  # saved by version 0.1, or 0.2
         if before.get(name) != now.get(name):
             raise DataError(
                 f"the data changed since the checkpoint: {name} was {before.get(name, 'absent')!r} and is "

@@ -27,7 +27,7 @@ from tercet.atomic_io import check_writable_folder
 from tercet.config.data import DataConfig
 from tercet.data.records import Record
 from tercet.data.shards import DOCUMENT, FORMAT, MANIFEST, read_json, read_manifest, write_json, write_shard
-from tercet.data.sources import record_source
+from tercet.data.sources import encoding_facts, record_source
 from tercet.data.stream import BadRecordError, DataError, DataUsageError
 from tercet.data.text import BAD_RECORDS_KEPT, RecordIterator, check_encodable, encode_records, record_hash
 from tercet.data.tokenizers import CHECKED_DOCUMENTS, LibraryTokenizer, Tokenizer, check_round_trip, load_tokenizer
@@ -36,6 +36,7 @@ from tercet.errors import first_few
 PLAN = "prepare.json"
 LOCK = ".lock"
 CHUNK_BYTES = 1 << 20  # text per work item
+MAX_IN_FLIGHT = 128 << 20  # text of all work items
 PREPARABLE = ("python-source", "text", "jsonl", "parquet", "fineweb-edu")
 
 
@@ -57,9 +58,11 @@ class _Chunk:
     position: Any  # after its records
     bad: list[str]  # messages of skipped records
     left_out: int
+    size: int  # bytes of text
 
 
-Encoded = list[tuple[np.ndarray, int, int]]  # tokens, number of prompt tokens and hash of each document
+# Tokens of each document, which of them count in the loss (None: all), and its hash.
+Encoded = list[tuple[np.ndarray, np.ndarray | None, int]]
 
 
 def prepare(
@@ -78,14 +81,14 @@ def prepare(
     _check_arguments(data, workers, shard_tokens)
     workers = workers or os.cpu_count() or 1
     tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
-    records = record_source(data, seed=0, shuffle=False)
+    records = record_source(data, seed=0, shuffle=False, tokenizer=tokenizer)
     _make_folder(out)
     with _lock(out):
         fields = {"text_field": data.text_field, "prompt_field": data.prompt_field, "separator": data.separator}
         plan = {
             "format": FORMAT,
             "tokenizer": _describe(tokenizer),
-            "source": {"source": data.source, **records.identity(), **fields},
+            "source": {"source": data.source, **records.identity(), **fields, **encoding_facts(data, tokenizer)},
             "bad_records": data.bad_records,
             "shard_tokens": shard_tokens,
         }
@@ -93,12 +96,14 @@ def prepare(
         if (out / MANIFEST).is_file():  # written last: preparation is complete
             return read_manifest(out)
         if isinstance(tokenizer, LibraryTokenizer):
-            tokenizer.save(out / "tokenizer.json")
+            for name, text in tokenizer.files.items():
+                (out / name).write_text(text, encoding="utf-8")
         entries = _finished_shards(out)
         begin = time.perf_counter()
         position = entries[-1]["place"] if entries else None
         chunks = _chunks(records.open(0, position), tokenizer, skip_bad=data.bad_records == "skip")
-        writer = _ShardWriter(out, tokenizer.dtype, shard_tokens, masks=bool(data.prompt_field), entries=entries)
+        masks = bool(data.prompt_field) or data.loss_on != "all"
+        writer = _ShardWriter(out, tokenizer.dtype, shard_tokens, masks=masks, entries=entries)
         with closing(_tokenize(chunks, tokenizer, data, workers)) as tokenized:
             for chunk, encoded in tokenized:
                 if writer.is_empty:
@@ -180,9 +185,9 @@ class _ShardWriter:
         loss = np.ones(self._size, dtype=bool) if self._masks else None
         documents = np.empty(len(self._documents), dtype=DOCUMENT)
         end = 0
-        for i, (own, prompt, digest) in enumerate(self._documents):
-            if loss is not None:
-                loss[end : end + prompt] = False
+        for i, (own, learned, digest) in enumerate(self._documents):
+            if loss is not None and learned is not None:
+                loss[end : end + len(own)] = learned
             end += len(own)
             documents[i] = end, digest
         facts = {
@@ -202,7 +207,7 @@ def _tokenize(
     """Chunks in their order with their encoded documents. One worker: this process itself."""
     if workers == 1:
         for chunk in chunks:
-            yield chunk, _encode(tokenizer, chunk.records)
+            yield chunk, _encode(tokenizer, chunk.records, data.special_tokens)
         return
     # Spawn, not fork: the tokenizer library has threads, which do not survive a fork.
     pool = ProcessPoolExecutor(
@@ -212,12 +217,15 @@ def _tokenize(
         initargs=(data.tokenizer, data.eos_token),
     )
     in_flight: deque[tuple[_Chunk, Future[Encoded]]] = deque()
+    waiting = 0  # bytes of text in flight: a chunk may be one long document
     try:
         for chunk in chunks:
-            in_flight.append((chunk, pool.submit(_encode_in_worker, chunk.records)))
-            if len(in_flight) > 3 * workers:
+            in_flight.append((chunk, pool.submit(_encode_in_worker, chunk.records, data.special_tokens)))
+            waiting += chunk.size
+            while len(in_flight) > 3 * workers or (waiting > MAX_IN_FLIGHT and in_flight):
                 first, future = in_flight.popleft()
                 yield first, future.result()
+                waiting -= first.size
         while in_flight:
             first, future = in_flight.popleft()
             yield first, future.result()
@@ -249,13 +257,13 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
-def _encode_in_worker(records: list[Record]) -> Encoded:
+def _encode_in_worker(records: list[Record], specials: bool) -> Encoded:
     assert _worker_tokenizer is not None
-    return _encode(_worker_tokenizer, records)
+    return _encode(_worker_tokenizer, records, specials)
 
 
-def _encode(tokenizer: Tokenizer, records: list[Record]) -> Encoded:
-    encoded = encode_records(tokenizer, records)
+def _encode(tokenizer: Tokenizer, records: list[Record], specials: bool) -> Encoded:
+    encoded = encode_records(tokenizer, records, specials)
     return [(*document, record_hash(record)) for document, record in zip(encoded, records, strict=True)]
 
 
@@ -275,9 +283,9 @@ def _chunks(source: RecordIterator, tokenizer: Tokenizer, *, skip_bad: bool) -> 
             records.append(record)
             size += len(record.text)
         if size >= CHUNK_BYTES:
-            yield _Chunk(records, source.position(), bad, left_out)
+            yield _Chunk(records, source.position(), bad, left_out, size)
             records, size, bad, left_out = [], 0, [], 0
-    yield _Chunk(records, source.position(), bad, left_out)
+    yield _Chunk(records, source.position(), bad, left_out, size)
 
 
 def _describe(tokenizer: Tokenizer) -> dict[str, Any]:

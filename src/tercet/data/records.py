@@ -16,8 +16,9 @@ import tokenize
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple
 
+from tercet.data.chat import ChatError, ChatReader, Spans
 from tercet.data.stream import BadRecordError, DataError, first_line
 from tercet.parse import parse_json
 
@@ -25,7 +26,11 @@ from tercet.parse import parse_json
 class Record(NamedTuple):
     text: bytes  # UTF-8
     prompt: bytes | None = None  # UTF-8; put before the text, excluded from the loss
+    learned: Spans | None = None  # of a conversation, whose text has special tokens: what counts in the loss
+    messages: bytes = b""  # of a conversation: what the text was rendered from
 
+
+TOOLS = "tools"  # the field with the functions that a conversation may call
 
 Read = tuple[int, Record | BadRecordError]
 Reader = Callable[[Path, int], Iterator[Read]]
@@ -34,6 +39,7 @@ Reader = Callable[[Path, int], Iterator[Read]]
 # Text compresses 3 to 20 times; a small file that decompresses to more memory than there is, about 1000 times.
 MAX_RATIO = 200
 MIN_DECOMPRESSED = 64 << 20  # always allowed
+BATCH_BYTES = 8 << 20  # of parquet rows at a time, by their mean length
 
 # Format and first bytes by suffix; pzstd starts its files with a skippable frame.
 COMPRESSED = {".gz": ("gzip", (b"\x1f\x8b",)), ".zst": ("zstd", (b"\x28\xb5\x2f\xfd", b"\x50\x2a\x4d\x18"))}
@@ -105,79 +111,135 @@ def _raise_io_error(error: Exception) -> None:
         raise error
 
 
-def text_reader(separator: str) -> Reader:
-    """One document per file, or several split at `separator`."""
-    split_at = separator.encode()
+def text_reader(separator: str, max_mib: int = 16) -> Reader:
+    """One document per file, or several split at `separator`. One over max_mib continues as another document."""
 
     def read(path: Path, start: int) -> Iterator[Read]:
         with open_binary(path) as file:
-            data = file.read()
-        for index, text in enumerate(data.split(split_at) if split_at else [data]):
-            if index >= start:
-                yield index + 1, _text_record(text, path, index + 1 if split_at else "")
+            for index, text in enumerate(_documents(file, separator.encode(), max_mib << 20), 1):
+                if index > start:
+                    yield index, _text_record(text, path, index if separator or index > 1 else "")
 
     return read
 
 
-def read_python(path: Path, start: int) -> Iterator[Read]:
+def _documents(file: IO[bytes], separator: bytes, limit: int) -> Iterator[bytes]:
+    data, more = b"", True
+    while more:
+        block = file.read(1 << 20)
+        more = bool(block)
+        data += block
+        if separator:
+            *documents, data = data.split(separator)
+            for document in documents:
+                yield from pieces(document, limit)
+        while len(data) > limit + len(separator):  # which may begin at the end of the data
+            piece = next(pieces(data, limit))
+            yield piece
+            data = data[len(piece) :]
+    yield from pieces(data, limit)
+
+
+def pieces(text: bytes, limit: int) -> Iterator[bytes]:
+    """`text` in pieces of at most `limit` bytes, cut at the start of a line if there is one, else of a character."""
+    begin = 0
+    while len(text) - begin > limit:
+        cut = text.rfind(b"\n", begin, begin + limit) + 1
+        if not cut:
+            cut = begin + limit
+            cut -= next((i for i in range(min(4, limit)) if text[cut - i] & 0xC0 != 0x80), 0)
+        yield text[begin:cut]
+        begin = cut
+    yield text[begin:]
+
+
+def python_reader(max_mib: int = 16) -> Reader:
     """A Python file, decoded as Python would; one that Python cannot read counts as empty."""
-    if start:
-        return
-    try:
-        data = path.read_bytes()
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-        text = data.decode(encoding).encode()
-        yield 1, Record(b"" if b"\0" in text else text)
-    except (SyntaxError, UnicodeError):
-        # The standard library has a few such files, which test Python's error messages.
-        yield 1, Record(b"")
+
+    def read(path: Path, start: int) -> Iterator[Read]:
+        if start:
+            return
+        with open(path, "rb") as file:
+            data = file.read((max_mib << 20) + 1)
+        if len(data) > max_mib << 20:
+            yield 1, _too_long(path, "", max_mib)
+            return
+        try:
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+            text = data.decode(encoding).encode()
+            yield 1, Record(b"" if b"\0" in text else text)
+        except (SyntaxError, UnicodeError):
+            # The standard library has a few such files, which test Python's error messages.
+            yield 1, Record(b"")
+
+    return read
 
 
-def jsonl_reader(text_field: str, prompt_field: str) -> Reader:
-    """One document per line; blank lines are ignored."""
+def _too_long(path: Path, index: int | str, max_mib: int) -> BadRecordError:
+    reason = f"is longer than data.max_record_mib={max_mib} allows"
+    return BadRecordError(str(path), index, reason, "split it, or raise --data.max_record_mib")
+
+
+def jsonl_reader(text_field: str, prompt_field: str, max_mib: int = 16, chat: ChatReader | None = None) -> Reader:
+    """One document per line; blank lines are ignored. chat: None to refuse messages."""
 
     def read(path: Path, start: int) -> Iterator[Read]:
         index = 0
         with open_binary(path) as file:
-            for line in file:
+            while line := file.readline((max_mib << 20) + 1):
                 index += 1
-                if index <= start or line.isspace():
+                whole = len(line) <= max_mib << 20
+                while not line.endswith(b"\n") and (more := file.readline(1 << 20)):  # the rest of a long line
+                    line = more
+                if index <= start or (whole and line.isspace()):
                     continue
-                yield index, _json_record(line, text_field, prompt_field, path, index)
+                if whole:
+                    yield index, _json_record(line, text_field, prompt_field, path, index, chat)
+                else:
+                    yield index, _too_long(path, index, max_mib)
 
     return read
 
 
-def parquet_reader(text_field: str, prompt_field: str) -> Reader:
-    """One document per row."""
+def parquet_reader(text_field: str, prompt_field: str, max_mib: int = 16, chat: ChatReader | None = None) -> Reader:
+    """One document per row. chat: None to refuse messages."""
     columns = [text_field] + ([prompt_field] if prompt_field else [])
 
     def read(path: Path, start: int) -> Iterator[Read]:
         arrow = import_pyarrow(path)
         index = 0
         try:
-            file = arrow.parquet.ParquetFile(path)
+            metadata = arrow.parquet.read_metadata(path)
+            if bad := _bad_column(columns, metadata.schema.to_arrow_schema(), text_field, prompt_field, path, chat):
+                yield 1, bad
+                return
+            # Values that repeat stay indices into a dictionary: written out they may take any amount of memory.
+            texts = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+            texts = [column for column in columns if column in texts]  # not messages
+            file = arrow.parquet.ParquetFile(path, metadata=metadata, read_dictionary=texts, buffer_size=1 << 20)
         except (OSError, ValueError, arrow.ArrowException) as error:
             _raise_io_error(error)
             yield 1, BadRecordError(str(path), "", f"is not a readable parquet file ({first_line(error)})")
             return
         with file:
-            if missing := [column for column in columns if column not in file.schema_arrow.names]:
-                yield 1, _missing_column(missing[0], file.schema_arrow, text_field, prompt_field, path)
-                return
+            optional = [TOOLS] if chat is not None and TOOLS in file.schema_arrow.names else []
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
                 if index + rows <= start:
                     index += rows
                     continue
+                size = _group_size(file.metadata.row_group(group), columns, path)
+                if size > rows * len(columns) * max_mib << 20:
+                    yield index + 1, _too_long(path, f"{index + 1} to {index + rows}", max_mib)
+                    index += rows
+                    continue
+                at_once = max(1, min(256, rows * BATCH_BYTES // max(1, size)))
                 try:
-                    for batch in file.iter_batches(batch_size=256, row_groups=[group], columns=columns):
-                        values = _to_pydict(batch)
-                        prompts = values[prompt_field] if prompt_field else [None] * batch.num_rows
-                        for text, prompt in zip(values[text_field], prompts, strict=True):
+                    for batch in file.iter_batches(batch_size=at_once, row_groups=[group], columns=columns + optional):
+                        for cells in zip(*(batch[name] for name in columns + optional), strict=True):
                             index += 1
                             if index > start:
-                                yield index, make_record(text, prompt, prompt_field, str(path), index)
+                                yield index, _row(cells, prompt_field, path, index, max_mib, chat)
                 except (OSError, arrow.ArrowException) as error:
                     _raise_io_error(error)
                     yield index + 1, BadRecordError(str(path), index + 1, f"cannot be read ({first_line(error)})")
@@ -186,28 +248,64 @@ def parquet_reader(text_field: str, prompt_field: str) -> Reader:
     return read
 
 
-def _missing_column(column: str, schema: Any, text_field: str, prompt_field: str, path: Path) -> BadRecordError:
-    texts = (field.name for field in schema if field.name != prompt_field and "string" in str(field.type))
-    fix = _read_field(column == text_field, next(texts, None))
-    return BadRecordError(str(path), "", f"has no column {column!r} (it has {', '.join(schema.names)})", fix)
+def _group_size(group: Any, columns: list[str], path: Path) -> int:
+    """Bytes of these columns in a row group, decompressed."""
+    chunks = [
+        chunk for i in range(group.num_columns) if (chunk := group.column(i)).path_in_schema.split(".")[0] in columns
+    ]
+    size = sum(chunk.total_uncompressed_size for chunk in chunks)
+    if size > max(MIN_DECOMPRESSED, MAX_RATIO * sum(chunk.total_compressed_size for chunk in chunks)):
+        raise DataError(f"{path} decompresses to more than {MAX_RATIO} times its size: write it again, less compressed")
+    return size
 
 
-def _to_pydict(batch: Any) -> dict[str, list[Any]]:
-    """Columns as lists; a value that is not UTF-8 is its error, so that only its row is bad."""
-    try:
-        return cast(dict[str, list[Any]], batch.to_pydict())
-    except UnicodeDecodeError:
-        return {name: [_to_python(value) for value in batch[name]] for name in batch.schema.names}
+def _row(
+    cells: tuple[Any, ...], prompt_field: str, path: Path, index: int, max_mib: int, chat: ChatReader | None
+) -> Record | BadRecordError:
+    values: list[Any] = []
+    for cell in cells:
+        text: Any = getattr(cell, "value", None) if cell.is_valid else None  # messages and tools have none
+        buffer = text.as_buffer() if hasattr(text, "as_buffer") else None
+        if buffer is not None and buffer.size > max_mib << 20:
+            return _too_long(path, index, max_mib)
+        try:
+            values.append(_without_nulls(cell.as_py()))
+        except UnicodeDecodeError as error:
+            values.append(error)
+    text, prompt, tools = values.pop(0), values.pop(0) if prompt_field else None, values.pop() if values else None
+    return make_record(text, prompt, prompt_field, str(path), index, chat, tools)
 
 
-def _to_python(value: Any) -> Any:
-    try:
-        return value.as_py()
-    except UnicodeDecodeError as error:
-        return error
+def _without_nulls(value: Any) -> Any:
+    """A row's value without the keys that only other rows have."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return value
 
 
-def _json_record(line: bytes, text_field: str, prompt_field: str, path: Path, index: int) -> Record | BadRecordError:
+def _bad_column(
+    columns: list[str], schema: Any, text_field: str, prompt_field: str, path: Path, chat: ChatReader | None
+) -> BadRecordError | None:
+    """The error that a column is missing, or is neither text nor, with `chat`, messages."""
+    for column in columns:
+        if column not in schema.names:
+            texts = (field.name for field in schema if field.name != prompt_field and "string" in str(field.type))
+            fix = _read_field(column == text_field, next(texts, None))
+            return BadRecordError(str(path), "", f"has no column {column!r} (it has {', '.join(schema.names)})", fix)
+        kind = str(schema.field(column).type)
+        messages = chat is not None and kind.startswith(("list<", "large_list<"))
+        if not messages and (
+            "string" not in kind or kind.startswith(("list", "large_list", "fixed_size_list", "struct", "map"))
+        ):
+            return BadRecordError(str(path), "", f"its column {column!r} is {kind}, not text")
+    return None
+
+
+def _json_record(
+    line: bytes, text_field: str, prompt_field: str, path: Path, index: int, chat: ChatReader | None
+) -> Record | BadRecordError:
     try:
         value = parse_json(line)
     except ValueError as error:  # broken JSON, or not UTF-8
@@ -217,11 +315,12 @@ def _json_record(line: bytes, text_field: str, prompt_field: str, path: Path, in
     for field in (text_field, prompt_field):
         if field and field not in value:
             texts = [name for name, text in value.items() if isinstance(text, str) and name != prompt_field]
-            fix = _read_field(field == text_field, max(texts, key=lambda name: len(value[name]), default=None))
+            other = max(texts, key=lambda name: len(value[name]), default=None)
+            fix = _read_field(field == text_field, "messages" if "messages" in value else other)
             names = ", ".join(value) or "none"
             return BadRecordError(str(path), index, f"has no field {field!r} (it has {names})", fix)
     prompt = value[prompt_field] if prompt_field else None
-    return make_record(value[text_field], prompt, prompt_field, str(path), index)
+    return make_record(value[text_field], prompt, prompt_field, str(path), index, chat, value.get(TOOLS))
 
 
 def _read_field(is_text: bool, other: str | None) -> str:
@@ -229,11 +328,29 @@ def _read_field(is_text: bool, other: str | None) -> str:
     return f"read {other} with --data.text_field {shlex.quote(other)}" if is_text and other else "fix it"
 
 
-def make_record(text: object, prompt: object, prompt_field: str, file: str, index: int) -> Record | BadRecordError:
-    """A record from parsed values, or the error if they are not text."""
+def make_record(
+    text: object,
+    prompt: object,
+    prompt_field: str,
+    file: str,
+    index: int,
+    chat: ChatReader | None = None,
+    tools: object = None,
+) -> Record | BadRecordError:
+    """A record from parsed values, or the error if they are neither text nor, with `chat`, messages."""
     for value in (text, prompt):
         if isinstance(value, UnicodeDecodeError):
             return BadRecordError(file, index, f"is not UTF-8 ({value.reason} at byte {value.start})")
+    if prompt_field and prompt is None:
+        return BadRecordError(file, index, f"its {prompt_field} is missing")
+    try:
+        if chat is not None and (found := chat.read(text, prompt, tools)) is not None:
+            rendered, learned, messages = found
+            return Record(rendered.encode(), learned=learned, messages=messages.encode())
+    except ChatError as error:
+        return BadRecordError(file, index, str(error))
+    except UnicodeEncodeError as error:
+        return _not_unicode(file, index, error)
     if not isinstance(text, str):
         return BadRecordError(file, index, f"its text is {type(text).__name__}, not a string")
     if prompt_field and not isinstance(prompt, str):
@@ -241,7 +358,11 @@ def make_record(text: object, prompt: object, prompt_field: str, file: str, inde
     try:
         return Record(text.encode(), prompt.encode() if isinstance(prompt, str) else None)
     except UnicodeEncodeError as error:  # a lone surrogate, which JSON escapes can express
-        return BadRecordError(file, index, f"its text is not Unicode ({error.reason} at {error.start})")
+        return _not_unicode(file, index, error)
+
+
+def _not_unicode(file: str, index: int, error: UnicodeEncodeError) -> BadRecordError:
+    return BadRecordError(file, index, f"its text is not Unicode ({error.reason} at {error.start})")
 
 
 def _text_record(text: bytes, path: Path, index: int | str) -> Record | BadRecordError:

@@ -87,7 +87,7 @@ class ShardStream:
         hashes put all documents on one side of the split."""
         self._options, self._name = options, name
         manifest = read_manifest(folder)
-        _check_tokenizer(folder, manifest["tokenizer"], tokenizer)
+        _check_tokenizer(folder, manifest, tokenizer)
         self._vocab_size = tokenizer.vocab_size
         entries = manifest["shards"]
         self._fingerprint = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()[:32]
@@ -250,11 +250,13 @@ def _documents(folder: Path, entries: list[dict[str, Any]]) -> tuple[np.ndarray,
     return number, starts, ends, documents["hash"]
 
 
-def _check_tokenizer(folder: Path, used: dict[str, Any], tokenizer: Tokenizer) -> None:
+def _check_tokenizer(folder: Path, manifest: dict[str, Any], tokenizer: Tokenizer) -> None:
+    used = manifest["tokenizer"]
     if used["fingerprint"] == tokenizer.fingerprint:
         return
     saved = folder / "tokenizer.json"
-    if isinstance(tokenizer, LibraryTokenizer) and tokenizer.encodes_as(saved, used["fingerprint"]):
+    specials = not manifest["source"].keys().isdisjoint(("special_tokens", "chat_template"))
+    if isinstance(tokenizer, LibraryTokenizer) and tokenizer.encodes_as(saved, used["fingerprint"], specials):
         return
     raise OtherTokenizer(
         f"{folder} was tokenized with {used['name']}, not with tokenizer={tokenizer.name}",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tercet.config.data import DataConfig, SourceConfig
+from tercet.data.chat import ChatReader
 from tercet.data.exercises import ExerciseStream
 from tercet.data.files import FileRecords, find_files, python_files
 from tercet.data.order import document_hash, key
-from tercet.data.records import jsonl_reader, parquet_reader, read_python, text_reader
+from tercet.data.records import jsonl_reader, parquet_reader, python_reader, text_reader
 from tercet.data.shards import ShardStream
 from tercet.data.stream import Cursor, DataUsageError, Documents, DocumentStream, ReadOptions, SourceNotes, Split
 from tercet.data.synthetic import SyntheticStream
@@ -34,10 +36,11 @@ def open_stream(
     return MixtureStream(parts)
 
 
-def record_source(part: SourceConfig, *, seed: int, shuffle: bool) -> RecordSource:
-    """The records of a text source."""
+def record_source(part: SourceConfig, *, seed: int, shuffle: bool, tokenizer: Tokenizer | None = None) -> RecordSource:
+    """The records of a text source. tokenizer: the one whose chat template renders conversations; None refuses them."""
     if part.source == "python-source":
-        return FileRecords(python_files(part.python), read_python, seed=seed, shuffle=shuffle, one_per_file=True)
+        reader = python_reader(part.max_record_mib)
+        return FileRecords(python_files(part.python), reader, seed=seed, shuffle=shuffle, one_per_file=True)
     if part.source == "fineweb-edu":
         from tercet.data.hub import hub_records, local_records
 
@@ -47,13 +50,23 @@ def record_source(part: SourceConfig, *, seed: int, shuffle: bool) -> RecordSour
             part.hub_dataset, part.hub_folder, part.hub_revision, part.text_field, seed=seed, shuffle=shuffle
         )
     files = find_files(part.path, part.source)
+    chat = ChatReader(tokenizer.name, tokenizer.chat, part.loss_on == "assistant") if tokenizer else None
     if part.source == "text":
-        reader, one_per_file = text_reader(part.separator), not part.separator
+        reader, one_per_file = text_reader(part.separator, part.max_record_mib), not part.separator
     elif part.source == "jsonl":
-        reader, one_per_file = jsonl_reader(part.text_field, part.prompt_field), False
+        reader, one_per_file = jsonl_reader(part.text_field, part.prompt_field, part.max_record_mib, chat), False
     else:
-        reader, one_per_file = parquet_reader(part.text_field, part.prompt_field), False
+        reader, one_per_file = parquet_reader(part.text_field, part.prompt_field, part.max_record_mib, chat), False
     return FileRecords(files, reader, seed=seed, shuffle=shuffle, one_per_file=one_per_file)
+
+
+def encoding_facts(part: SourceConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What decides the tokens of records, besides the tokenizer, where it is not the default."""
+    facts: dict[str, Any] = {"special_tokens": True} if part.special_tokens else {}
+    if part.source in ("jsonl", "parquet"):
+        facts |= {"loss_on": part.loss_on} if part.loss_on != "all" else {}
+        facts |= {"chat_template": tokenizer.chat.fingerprint} if tokenizer.chat else {}
+    return facts
 
 
 def validation_split(records: RecordSource, fraction: float, hold_out_end: bool | None = None) -> ValidationSplit:
@@ -83,9 +96,10 @@ def _open_part(
             )
         stream = ShardStream(Path(part.path[0]).expanduser(), tokenizer, options, name, hold_out_end)
     else:
-        records = record_source(part, seed=options.seed, shuffle=options.shuffle)
+        records = record_source(part, seed=options.seed, shuffle=options.shuffle, tokenizer=tokenizer)
+        options = replace(options, special_tokens=part.special_tokens)
         split = validation_split(records, options.validation_fraction, hold_out_end)
-        stream = TextStream(records, tokenizer, options, name, split)
+        stream = TextStream(records, tokenizer, options, name, split, encoding_facts(part, tokenizer))
     if part.retrieval and options.split == "train":
         return ExerciseStream(stream, part.retrieval, data.seq_len, tokenizer, options.seed)
     return stream

@@ -52,6 +52,7 @@ class ReadOptions:
     skip_bad: bool = False
     accept_changes: bool = False  # of the files: a cursor may be past the end of what is there now
     max_lost_text: float = 1.0  # share of characters that the tokenizer may lose
+    special_tokens: bool = False  # make tokens of the strings of special tokens in texts
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,7 +33,7 @@ from tercet.data.stream import (
     Split,
     counts_of,
 )
-from tercet.data.tokenizers import CHECKED_DOCUMENTS, Tokenizer, check_round_trip
+from tercet.data.tokenizers import CHECKED_DOCUMENTS, LibraryTokenizer, Tokenizer, check_round_trip
 
 BLOCK_BYTES = 64 << 20  # two blocks are in memory: one in use, one being read
 ONE_PER_FILE_BLOCK = 64  # records per block where the file order already shuffles everything
@@ -90,7 +90,7 @@ class ValidationSplit:
         self.held_out = ""  # message about what is held out if whole documents are not
         self.too_short = ""  # why nothing is
         self._threshold = validation_threshold(fraction)
-        self._kept: dict[int, int] = {}  # record hash -> bytes for training, of records at the end of the text
+        self._kept: dict[int, int] = {}  # record hash -> bytes for training, about, of records at the end of the text
 
     @classmethod
     def of(
@@ -99,26 +99,24 @@ class ValidationSplit:
         """The split of `records`, in file order. always: hold out the end even if both sides have a document."""
         split = cls(fraction)
         good = (record for record in records if isinstance(record, Record) and record.text)
-        seen: list[tuple[int, Record]] = []
+        seen: list[tuple[int, int, bool]] = []  # hash, bytes, with a prompt; the texts may not fit in memory
         sides: set[bool] = set()
         for record in itertools.islice(good, SPLIT_RECORDS + 1):
             digest = record_hash(record)
-            seen.append((digest, record))
+            seen.append((digest, len(record.text), record.prompt is not None or record.learned is not None))
             sides.add(digest < split._threshold)
             if len(seen) > SPLIT_RECORDS or (len(sides) == 2 and not always):
                 return split
-        total = sum(len(record.text) for _, record in seen)
+        total = sum(size for _, size, _ in seen)
         missing = held_out = int(fraction * total)
         if held_out < SHORTEST_HELD_OUT:
             split.too_short = describe_too_short(held_out, f"{total:,} bytes")
             return split
-        for digest, record in reversed(seen):
+        for digest, size, with_prompt in reversed(seen):
             if missing <= 0:
                 break
-            size = len(record.text)
             # A prompt belongs to its text: such records are not cut, and the first one is for training.
-            cut = (0 if len(seen) > 1 else size) if record.prompt is not None else max(0, size - missing)
-            split._kept[digest] = _line_start(record.text, cut)
+            split._kept[digest] = (0 if len(seen) > 1 else size) if with_prompt else max(0, size - missing)
             missing -= size
         split.held_out = describe_held_out(len(seen), fraction, held_out, f"{total:,} bytes")
         return split
@@ -127,7 +125,7 @@ class ValidationSplit:
         """The part of a record that is in `split`; None if nothing is."""
         if not self.held_out:
             return record if (record_hash(record) < self._threshold) == (split == "validation") else None
-        kept = self._kept.get(record_hash(record), len(record.text))
+        kept = _line_start(record.text, self._kept.get(record_hash(record), len(record.text)))
         text = record.text[:kept] if split == "train" else record.text[kept:]
         return record._replace(text=text) if text else None
 
@@ -150,8 +148,16 @@ class TextStream:
     """
 
     def __init__(
-        self, records: RecordSource, tokenizer: Tokenizer, options: ReadOptions, name: str, split: ValidationSplit
+        self,
+        records: RecordSource,
+        tokenizer: Tokenizer,
+        options: ReadOptions,
+        name: str,
+        split: ValidationSplit,
+        facts: Mapping[str, Any],
     ) -> None:
+        """facts: what else decides the tokens, for `identity`."""
+        self._facts = facts
         self.notes = SourceNotes(
             io_retries=records.io_retries,
             held_out=[f"{name}: {split.held_out}"] if split.held_out else [],
@@ -169,6 +175,7 @@ class TextStream:
             **self._records.identity(),
             **({"contents": files.contents} if (files := self._records.files) else {}),
             "tokenizer": self._tokenizer.fingerprint,
+            **self._facts,
             "validation_fraction": self._options.validation_fraction,
             "shuffle": self._options.shuffle,
             "shuffle_block": self._block_records,
@@ -205,8 +212,8 @@ class TextStream:
             order = permutation(count, self._options.seed, block.epoch, block.number).tolist()
         for begin in range(at, count, TOKENISE_AT_ONCE):
             group = [block.records[i] for i in order[begin : begin + TOKENISE_AT_ONCE]]
-            for done, (tokens, prompt) in enumerate(encode_records(self._tokenizer, group), start=begin + 1):
-                loss = np.arange(len(tokens)) >= prompt if prompt else None
+            encoded = encode_records(self._tokenizer, group, self._options.special_tokens)
+            for done, (tokens, loss) in enumerate(encoded, start=begin + 1):
                 counts["documents"] += 1
                 if done < count:
                     position = {"place": block.start, "block": block.number, "at": done}
@@ -287,8 +294,9 @@ class TextStream:
 
 
 def record_hash(record: Record) -> int:
-    """The hash that decides a record's split."""
-    return document_hash(record.text if record.prompt is None else record.prompt + b"\0" + record.text)
+    """The hash that decides a record's split, also of a conversation independent of the tokenizer."""
+    text = record.messages or record.text
+    return document_hash(text if record.prompt is None else record.prompt + b"\0" + text)
 
 
 def check_encodable(
@@ -303,14 +311,30 @@ def check_encodable(
     return record
 
 
-def encode_records(tokenizer: Tokenizer, records: list[Record]) -> list[tuple[np.ndarray, int]]:
-    """(tokens including EOS, number of leading prompt tokens) of each record."""
-    encoded: list[tuple[np.ndarray, int]] = []
+def encode_records(
+    tokenizer: Tokenizer, records: list[Record], specials: bool
+) -> list[tuple[np.ndarray, np.ndarray | None]]:
+    """Tokens of each record, including EOS, and which of them count in the loss; None: all. specials: make special
+    tokens of their strings, as in conversations."""
+    encoded: list[tuple[np.ndarray, np.ndarray | None]] = []
     for begin in range(0, len(records), TOKENISE_AT_ONCE):
         group = records[begin : begin + TOKENISE_AT_ONCE]
-        texts = tokenizer.encode_documents([record.text for record in group])
-        prompts = iter(tokenizer.encode_documents([record.prompt for record in group if record.prompt]))
-        for record, tokens in zip(group, texts, strict=True):
-            prompt = next(prompts)[:-1] if record.prompt else None  # without its EOS
-            encoded.append((tokens, 0) if prompt is None else (np.concatenate([prompt, tokens]), len(prompt)))
+        texts = iter(tokenizer.encode_documents([r.text for r in group if r.learned is None], specials))
+        prompts = iter(tokenizer.encode_documents([r.prompt for r in group if r.prompt], specials))
+        chats = iter(_encode_chats(tokenizer, group))
+        for record in group:
+            if record.learned is not None:
+                encoded.append(next(chats))
+                continue
+            tokens, loss = next(texts), None
+            if record.prompt:
+                prompt = next(prompts)[:-1]  # without its EOS
+                tokens = np.concatenate([prompt, tokens])
+                loss = np.arange(len(tokens)) >= len(prompt)
+            encoded.append((tokens, loss))
     return encoded
+
+
+def _encode_chats(tokenizer: Tokenizer, group: list[Record]) -> Sequence[tuple[np.ndarray, np.ndarray]]:
+    chats = [(record.text, record.learned) for record in group if record.learned is not None]
+    return tokenizer.encode_chats(chats) if isinstance(tokenizer, LibraryTokenizer) else ()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +17,22 @@ import numpy as np
 
 from tercet.config.data import looks_like_path
 from tercet.config.load import DEFAULT, Loaded
+from tercet.data.chat import ChatTemplate, Spans
 from tercet.data.stream import DataError, DataUsageError, first_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|eot_id|>", "<|im_end|>")
+
+TOKENIZER = "tokenizer.json"
+# Next to a tokenizer.json from Hugging Face; `tercet import hf` writes the last one, a copy of config.json. Runs keep
+# all of them for `tercet export hf`.
+GENERATION, SOURCE_CONFIG = "generation_config.json", "source_config.json"
+TRANSFORMERS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+                      "chat_template.json", GENERATION, SOURCE_CONFIG)  # fmt: skip
+ENCODED_AT_ONCE = 1 << 20  # bytes of text; the library takes more than 100 times their memory
+CONTEXT = 4096  # bytes that decide whether a long text can be cut between them
 
 CHECKED_DOCUMENTS, CHECKED_BYTES = 32, 2048  # for `check_round_trip`: the first documents, and how much of each
 
@@ -41,9 +52,15 @@ class Tokenizer(Protocol):
     def dtype(self) -> np.dtype:
         """The smallest unsigned type that holds every token."""
 
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
-    def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    @property
+    def chat(self) -> ChatTemplate | None: ...
+    @property
+    def special_strings(self) -> list[str]:
+        """What a text may hold that `specials` below makes a token, and which is several tokens otherwise."""
+
+    def encode(self, text: str, specials: bool = False) -> list[int]: ...
+    def decode(self, ids: Sequence[int], specials: bool = False) -> str: ...
+    def encode_documents(self, texts: Sequence[bytes], specials: bool = False) -> list[np.ndarray]:
         """Tokens of each UTF-8 text, followed by EOS, of type `dtype`."""
 
     def why_not_encodable(self, text: bytes) -> str | None:
@@ -62,18 +79,20 @@ class ByteTokenizer:
     eos_id = 0
     fingerprint = "byte-256-eos-0"
     dtype = np.dtype("u1")
+    chat = None
+    special_strings: list[str] = []  # noqa: RUF012  (nothing writes to it)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, specials: bool = False) -> list[int]:
         data = text.encode()
         if (reason := self.why_not_encodable(data)) is not None:
             raise DataError(f"text of {len(data)} bytes {reason}: remove it")
         return list(data)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], specials: bool = False) -> str:
         # a model may have more tokens than bytes: they become the replacement character, as any invalid byte does
         return bytes(min(i, 255) for i in ids if i != self.eos_id).decode(errors="replace")
 
-    def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    def encode_documents(self, texts: Sequence[bytes], specials: bool = False) -> list[np.ndarray]:
         return [np.frombuffer(text + b"\0", dtype=np.uint8) for text in texts]
 
     def why_not_encodable(self, text: bytes) -> str | None:
@@ -82,9 +101,13 @@ class ByteTokenizer:
 
 
 class LibraryTokenizer:
-    """A tokenizer of the `tokenizers` library, without truncation, padding or special tokens parsed from text."""
+    """A tokenizer of the `tokenizers` library, without truncation and padding. Special tokens are text in documents,
+    tokens in prompts and conversations."""
 
-    def __init__(self, library: Library, name: str, eos_token: str = "") -> None:
+    def __init__(
+        self, library: Library, name: str, eos_token: str = "", files: Mapping[str, str] | None = None
+    ) -> None:
+        """files: the text of its tokenizer.json and of the TRANSFORMERS_FILES next to it, by name."""
         # A tokenizer.json may enable truncation, which would silently cut documents.
         library.no_truncation()
         library.no_padding()
@@ -92,6 +115,7 @@ class LibraryTokenizer:
         library.encode_special_tokens = True
         self._library = library
         self.name = name
+        self._files = files or {}
         self.vocab_size = _largest_id(library) + 1
         self.eos_id = _find_eos(library, name, eos_token)
         self.dtype = smallest_dtype(self.vocab_size)
@@ -100,39 +124,127 @@ class LibraryTokenizer:
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{self._library.to_str()}\n{self.eos_id}".encode()).hexdigest()[:32]
 
-    def encodes_as(self, path: Path, fingerprint: str) -> bool:
-        """Whether texts have the same tokens with the tokenizer.json at `path`, if that still has this fingerprint."""
+    def same_tokens(self, other: Tokenizer) -> bool:
+        """Whether a text has the same tokens with the other tokenizer, which may end documents with another EOS."""
+        return isinstance(other, LibraryTokenizer) and self._encoding() == other._encoding() | {"eos_id": self.eos_id}
+
+    def encodes_as(self, path: Path, fingerprint: str, specials: bool = False) -> bool:
+        """Whether texts have the same tokens with the tokenizer.json at `path`, if that still has this fingerprint.
+        specials: including special tokens."""
         try:
             other = _from_file(path, str(path), self._library.id_to_token(self.eos_id) or "")
         except DataError:  # unreadable, or without this EOS
             return False
-        return other.fingerprint == fingerprint and other._encoding() == self._encoding()
+        return other.fingerprint == fingerprint and other._encoding(specials) == self._encoding(specials)
 
-    def _encoding(self) -> dict[str, Any]:
-        """What decides the tokens of a text: not the decoder, and not special tokens or the post-processor that adds
-        them, neither of which is applied to texts."""
+    def _encoding(self, specials: bool = False) -> dict[str, Any]:
+        """What decides the tokens of a text: not the decoder, nor the post-processor that adds special tokens, which is
+        not applied to texts; the special tokens themselves only where texts have them."""
         parts = json.loads(self._library.to_str())
-        added = [token for token in parts["added_tokens"] if not token["special"]]
+        added = [token for token in parts["added_tokens"] if specials or not token["special"]]
         names = ("model", "normalizer", "pre_tokenizer")
         return {name: parts[name] for name in names} | {"added_tokens": added, "eos_id": self.eos_id}
 
-    def encode(self, text: str) -> list[int]:
-        return self._library.encode(text, add_special_tokens=False).ids
+    @cached_property
+    def _parser(self) -> Library:
+        """The same tokenizer, which makes special tokens of their strings, as transformers does."""
+        from tokenizers import Tokenizer as Library
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._library.decode(list(ids), skip_special_tokens=True)
+        parser: Any = Library.from_str(self._library.to_str())
+        parser.post_processor = None  # it may cut whitespace from the offsets of tokens
+        return parser
 
-    def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        encodings = self._library.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
-        eos = [self.eos_id]
-        return [np.array(encoding.ids + eos, dtype=self.dtype) for encoding in encodings]
+    @cached_property
+    def chat(self) -> ChatTemplate | None:
+        return ChatTemplate.of(self._files)
+
+    @cached_property
+    def turn_end(self) -> int | None:
+        """The special token that ends the assistant's turn in a conversation."""
+        ids = self.encode(self.chat.after_answer, specials=True)[:1] if self.chat else []
+        return ids[0] if ids and self._library.id_to_token(ids[0]) in self.special_strings else None
+
+    @cached_property
+    def special_strings(self) -> list[str]:
+        return [token.content for token in self._library.get_added_tokens_decoder().values() if token.special]
+
+    def encode(self, text: str, specials: bool = False) -> list[int]:
+        return (self._parser if specials else self._library).encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], specials: bool = False) -> str:
+        return self._library.decode(list(ids), skip_special_tokens=not specials)
+
+    def encode_documents(self, texts: Sequence[bytes], specials: bool = False) -> list[np.ndarray]:
+        library = self._parser if specials else self._library
+        found: list[np.ndarray] = []
+        group: list[bytes] = []
+        for i, text in enumerate(texts):
+            if len(text) > ENCODED_AT_ONCE:
+                found.append(np.concatenate([*self._encode_long(text, specials), np.array([self.eos_id], self.dtype)]))
+                continue
+            group.append(text)
+            if i + 1 == len(texts) or sum(map(len, group)) + len(texts[i + 1]) > ENCODED_AT_ONCE:
+                encodings = library.encode_batch_fast([t.decode() for t in group], add_special_tokens=False)
+                found += [np.array([*encoding.ids, self.eos_id], dtype=self.dtype) for encoding in encodings]
+                group = []
+        return found
+
+    def _encode_long(self, text: bytes, specials: bool) -> Iterator[np.ndarray]:
+        """The tokens of `text`, a piece at a time: each is encoded behind the end of the one before it."""
+        before, begin = b"", 0
+        while begin < len(text):
+            end = self._cut(text, begin + ENCODED_AT_ONCE, specials)
+            ids = self._ids(before + text[begin:end], specials)[len(self._ids(before, specials)) :]
+            yield np.array(ids, dtype=self.dtype)
+            before, begin = text[end - CONTEXT : end], end
+
+    def _cut(self, text: bytes, end: int, specials: bool) -> int:
+        """A line end or space before `end`, if possible, where what follows does not change the tokens before it."""
+        while end < len(text):
+            for mark, skip in ((b"\n", 1), (b" ", 0)):  # a line keeps its end; a space belongs to the next word
+                at, tries = text.rfind(mark, end - ENCODED_AT_ONCE // 2, end), 8
+                while at >= 0 and tries:
+                    cut = at + skip
+                    before = self._ids(text[cut - CONTEXT : cut], specials)
+                    if before == self._ids(text[cut - CONTEXT : cut + CONTEXT], specials)[: len(before)]:
+                        return cut
+                    at, tries = text.rfind(mark, end - ENCODED_AT_ONCE // 2, at), tries - 1
+            end += ENCODED_AT_ONCE
+        return len(text)
+
+    def _ids(self, text: bytes, specials: bool) -> list[int]:
+        """Tokens of a part of a text, which may begin or end inside a character."""
+        library = self._parser if specials else self._library
+        return library.encode_batch_fast([text.decode(errors="ignore")], add_special_tokens=False)[0].ids
+
+    def encode_chats(self, chats: Sequence[tuple[bytes, Spans]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Tokens of each rendered conversation, ending with one EOS, and which of them count in the loss: those that
+        have a character in the spans."""
+        encoded = []
+        for rendered, spans in chats:  # one by one: the library takes more than 100 times the memory of the text
+            text = rendered.decode()
+            encoding = self._parser.encode(text, add_special_tokens=False)
+            first, last = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+            learned = np.zeros(len(first), dtype=bool)
+            for begin, end in spans:
+                learned |= (first < end) & (last > begin)
+            ids = encoding.ids
+            if ids[-1:] != [self.eos_id]:
+                ids, learned = [*ids, self.eos_id], np.append(learned, spans[-1][1] == len(text))
+            encoded.append((np.array(ids, dtype=self.dtype), learned))
+        return encoded
 
     def why_not_encodable(self, text: bytes) -> str | None:
         return None
 
     def to_str(self) -> str:
-        """The tokenizer as tokenizer.json."""
-        return self._library.to_str(pretty=True)
+        """The tokenizer as tokenizer.json: as it was read, or as the library writes it."""
+        return self._files.get(TOKENIZER) or self._library.to_str(pretty=True)
+
+    @property
+    def files(self) -> dict[str, str]:
+        """tokenizer.json and the TRANSFORMERS_FILES that came with it, by name."""
+        return {**self._files, TOKENIZER: self.to_str()}
 
     def save(self, path: Path) -> None:
         path.write_text(self.to_str(), encoding="utf-8")
@@ -209,6 +321,9 @@ def load_tokenizer(spec: str, eos_token: str = "") -> Tokenizer:
             f"tokenizer={spec} is not a local file and cannot be fetched from the hub ({first_line(error)}): "
             "check the name and the network, or train one with `tercet data train-tokenizer`"
         ) from error
+    for name in ("tokenizer_config.json", "chat_template.jinja"):  # kept next to it by the hub's cache
+        with contextlib.suppress(Exception):  # few models have both
+            fetch_model_file(spec, name)
     return _from_file(Path(fetched), spec, eos_token)
 
 
@@ -237,9 +352,12 @@ def _from_file(path: Path, name: str, eos_token: str) -> LibraryTokenizer:
 
     try:
         library = Library.from_file(str(path))
+        others = [path.parent / other for other in TRANSFORMERS_FILES if path.name == TOKENIZER]
+        files = {file.name: file.read_bytes().decode() for file in others if file.is_file()}
+        files[TOKENIZER] = path.read_bytes().decode()
     except Exception as error:  # the library raises bare Exception
         raise DataError(f"tokenizer={name}: {path} is not a readable tokenizer.json: {error}") from error
-    return LibraryTokenizer(library, name, eos_token)
+    return LibraryTokenizer(library, name, eos_token, files)
 
 
 def _largest_id(library: Library) -> int:

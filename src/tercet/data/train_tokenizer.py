@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tercet.atomic_io import check_writable
 from tercet.config.data import DataConfig
+from tercet.data.records import pieces
 from tercet.data.sources import record_source, validation_split
 from tercet.data.stream import BadRecordError, DataError, DataUsageError
 from tercet.data.tokenizers import LibraryTokenizer
@@ -73,7 +74,8 @@ def _texts(data: DataConfig, max_bytes: int, seed: int) -> Iterator[str]:
             continue
         if record.text and (part := split.part(record, "train")) is not None:
             size += len(part.text)
-            yield part.text.decode()
+            for piece in pieces(part.text, 1 << 20):  # the library takes about 100 times their memory
+                yield piece.decode()
             if size >= max_bytes:
                 return
     if bad and not size:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from tercet.atomic_io import check_writable
 from tercet.config.data import DataConfig
 from tercet.config.flags import Arg
+from tercet.data.files import SUFFIXES, check_paths
 from tercet.errors import UsageError
 from tercet.train import manifest
 
@@ -95,6 +96,23 @@ def check_recall(data: DataConfig) -> None:
             f"the model was trained on {trained}, not on the recall task: train with --data.source synthetic "
             "--data.synthetic.task recall, or use `tercet eval needle`"
         )
+
+
+def own_text(path: Path, text_field: str = "text") -> DataConfig:
+    """All the text of --data in its order, once: a file or a folder of text, jsonl, parquet or shards."""
+    path = path.expanduser()
+    check_paths([str(path)])
+    names = [file.name for file in path.rglob("*")] if path.is_dir() else [path.name]
+    kinds = [kind for kind in ("jsonl", "parquet") if any(name.endswith(SUFFIXES[kind]) for name in names)]
+    if (path / "manifest.json").is_file():
+        kinds = ["shards"]
+    if len(kinds) > 1:
+        raise UsageError(f"--data {path} has both {' and '.join(kinds)} files: name one file, or a folder of one kind")
+    source = kinds[0] if kinds else "text"
+    if source in ("text", "shards") and text_field != "text":
+        raise UsageError(f"--text-field {text_field} has no effect: --data {path} is {source}, without fields; drop it")
+    values = {"source": source, "path": str(path), "text_field": text_field}
+    return DataConfig.model_validate(values | {"validation_fraction": 0, "shuffle": False, "exhaustion": "stop"})
 
 
 def check_plot(plot: Path | None) -> None:

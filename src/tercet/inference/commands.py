@@ -30,6 +30,8 @@ def generate(
     top_p: float = 1.0,
     repetition_penalty: float = 1.0,
     stop: Annotated[tuple[str, ...], Arg(repeat=True)] = (),
+    chat: bool = False,
+    system: str = "",
     seed: int = 0,
     context: int | None = None,
     prefill_chunk: int = 8192,
@@ -52,6 +54,8 @@ def generate(
         top_p: Sample from the smallest set of tokens with this total probability.
         repetition_penalty: Above 1, tokens that already occurred become less likely.
         stop: Text that ends the answer; repeat the flag for several.
+        chat: Put each prompt into the tokenizer's chat template, as a message of the user, and print the answer only.
+        system: With --chat: the system message.
         seed: Random seed of the sampling.
         context: Maximum tokens of prompt and answer; default: the training sequence length.
         prefill_chunk: Prompt tokens read at once; fewer need less memory.
@@ -70,6 +74,9 @@ def generate(
         Sampling(temperature, top_k, top_p, repetition_penalty)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if system and not chat:
+        raise UsageError("--system is used with --chat only: add --chat, or drop it")
+    opening = [{"role": "system", "content": system}] if system else []
     interactive = not prompts and sys.stdin is not None and sys.stdin.isatty()
     if not prompts and not interactive:
         prompts = [_read_stdin()]
@@ -81,8 +88,12 @@ def generate(
 
     stored = find_model(run, verify=True)
     tokenizer = stored_tokenizer(stored.run, stored.source)
+    if chat and tokenizer.chat is None:
+        tokenize_prompts([[*opening, _message("user", "")]], tokenizer, 1)  # says what is missing
+    asked: list[Any] = []
     if prompts:
-        rows = tokenize_prompts(prompts, tokenizer, stored.run.model.vocab_size)
+        asked = [[*opening, _message("user", text)] for text in prompts] if chat else prompts
+        rows = tokenize_prompts(asked, tokenizer, stored.run.model.vocab_size)
         required_context(rows, max_new_tokens, context or stored.context)
     from tercet.inference.load import load_model
 
@@ -92,11 +103,23 @@ def generate(
         "repetition_penalty": repetition_penalty, "stop": stop, "seed": seed, "context": context,
         "prefill_chunk": prefill_chunk, "cache": cache, "graph": graph, "tokenizer": tokenizer,
     }  # fmt: skip
-    if interactive:
-        _converse(lambda text, turn: _print_answers(model, [text], json, **options | {"seed": seed + turn}))
-    else:
-        _print_answers(model, prompts, json, **options)
+    if not interactive:
+        _print_answers(model, asked, None if chat else prompts, json, **options)
+        return 0
+    messages = opening
+
+    def answer(text: str, turn: int) -> None:
+        nonlocal messages
+        prompt = [*messages, _message("user", text)] if chat else text
+        reply = _print_answers(model, [prompt], None if chat else [text], json, **options | {"seed": seed + turn})
+        messages = [*messages, _message("user", text), _message("assistant", reply)]
+
+    _converse(answer)
     return 0
+
+
+def _message(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
 
 
 def _read_stdin() -> str:
@@ -132,25 +155,31 @@ def _converse(answer: Callable[[str, int], None]) -> None:
         turn += 1
 
 
-def _print_answers(model: LanguageModel, prompts: list[str], json: bool, **options: Any) -> None:
+def _print_answers(
+    model: LanguageModel, prompts: list[Any], texts: list[str] | None, json: bool, **options: Any
+) -> str:
+    """Print the answers, each after its text if there are texts. Returns the first answer."""
     from tercet.inference.generate import Timing, generate, stream
 
     timing = options["timing"] = Timing()
     shown = printable if sys.stdout.isatty() else str  # a file or a pipe gets the text as it is
     if len(prompts) == 1 and not json:
         pieces = stream(model, prompts, **options)  # raises on invalid options, before anything is printed
-        print(shown(prompts[0]), end="", flush=True)
+        first = ""
+        print(shown(texts[0]) if texts else "", end="", flush=True)
         for piece in pieces:
             print(shown(piece.text), end="", flush=True)
+            first += piece.text
         print()
     else:
         answers = generate(model, prompts, **options)
         assert isinstance(answers, list)
-        for i, (text, answer) in enumerate(zip(prompts, answers, strict=True)):
+        first = answers[0].text
+        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             if json:
-                print(_json_line(text, answer))
+                print(_json_line(prompt, answer))
             else:
-                print(f"--- {i} ({answer.finished})\n{shown(text + answer.text)}")
+                print(f"--- {i} ({answer.finished})\n{shown((texts[i] if texts else '') + answer.text)}")
     print(
         f"{plural(timing.prompt_tokens, 'prompt token')} in {timing.prefill_seconds:.2f} s, then "
         f"{timing.tokens_per_second:,.1f} tokens/s on {model.device}, {str(model.dtype).removeprefix('torch.')}"
@@ -158,6 +187,7 @@ def _print_answers(model: LanguageModel, prompts: list[str], json: bool, **optio
         f"{_keys_read(model, timing, len(prompts))}",
         file=sys.stderr,
     )
+    return first
 
 
 def _keys_read(model: LanguageModel, timing: Timing, rows: int) -> str:
@@ -175,6 +205,6 @@ def _keys_read(model: LanguageModel, timing: Timing, rows: int) -> str:
     return f"; the last step read {read:,.0f} keys per layer and KV head, dense attention reads {dense:,}"
 
 
-def _json_line(prompt: str, answer: Generated) -> str:
+def _json_line(prompt: Any, answer: Generated) -> str:
     record = {"prompt": prompt, "text": answer.text, "prompt_tokens": answer.prompt, "tokens": answer.tokens}
     return dumps({**record, "finished": answer.finished, "timing": answer.timing.as_dict()})

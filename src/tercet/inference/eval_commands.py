@@ -25,43 +25,56 @@ from tercet.inference.arguments import (
     check_model,
     check_plot,
     check_recall,
+    own_text,
     read_prompt_file,
 )
 from tercet.inference.extend_context import extend_context_command
 from tercet.terminal import Progress, printable
 
 if TYPE_CHECKING:
+    from tercet.config.data import DataConfig
     from tercet.data.loader import Batch
     from tercet.inference.load import LanguageModel
 
 
 def perplexity(
     run: Run,
-    sequences: int = 32,
+    sequences: int | None = None,
     seq_len: int | None = None,
     batch: int = 4,
+    data: Path | None = None,
+    text_field: str = "text",
     data_of: DataOf = None,
     plot: Plot = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> int:
-    """Loss on validation data by position in the context: does more context keep helping?
+    """Loss by position in the context, on validation data or your own text: does more context keep helping?
 
     Args:
-        sequences: Number of validation sequences.
+        sequences: Number of sequences; default: 32 of validation data, or all of --data.
         seq_len: Tokens per sequence; default: as in training.
         batch: Sequences per batch.
+        data: Read this instead: a file or folder of text, jsonl, parquet, or shards, all of it.
+        text_field: With --data: the field (jsonl) or column (parquet) with the text.
     """
     _check_paths(run, data_of, plot)
+    if data is not None and data_of is not None:
+        raise UsageError(f"--data {data} and --data-of {data_of} are two texts to read: drop one")
+    if data is None and text_field != "text":
+        raise UsageError(f"--text-field {text_field} has no effect without --data: drop it")
+    own = None if data is None else own_text(data, text_field)
     at_least_one(sequences=sequences, seq_len=seq_len, batch=batch)
     from tercet.inference.perplexity import by_position, held_out, overall, target_bytes
 
-    model = _load(run, device, dtype, data_of)
+    model = _load(run, device, dtype, data_of, own)
     record = _record("perplexity", run, model, "--seq-len", [] if seq_len is None else [seq_len], data_of)
-    sizes, progress = [], Progress(sequences * (seq_len or model.context))
+    if sequences is None and own is None:
+        sequences = 32
+    sizes, progress = [], Progress((sequences or 0) * (seq_len or model.context))
 
     def batches() -> Iterator[Batch]:
-        for loaded in held_out(model, sequences=sequences, seq_len=seq_len, batch=batch):
+        for loaded in held_out(model, sequences=sequences or 1 << 40, seq_len=seq_len, batch=batch, own=own):
             sizes.append(target_bytes(model, loaded))
             yield loaded
             progress.update(loaded.tokens.numel())
@@ -77,7 +90,12 @@ def perplexity(
     if plot is not None:
         plots.perplexity_plot({model.run.run.name: buckets}, plot)
         print(plot)
-    record |= {"bits_per_byte": bits, "bytes": sum(sizes), "all": total.as_dict()}
+    record |= {
+        "data": None if own is None else [own.source, *own.path],
+        "bits_per_byte": bits,
+        "bytes": sum(sizes),
+        "all": total.as_dict(),
+    }
     print(json.dumps({**record, "by_position": [b.as_dict() for b in buckets]}))
     return 0
 
@@ -431,13 +449,18 @@ def _check_paths(run: Path, data_of: Path | None, plot: Path | None = None) -> N
         check_model(data_of)
 
 
-def _load(run: Path, device: Device, dtype: Dtype, data_of: Path | None) -> LanguageModel:
+def _load(
+    run: Path, device: Device, dtype: Dtype, data_of: Path | None, own: DataConfig | None = None
+) -> LanguageModel:
     """Load a model and print its data and seed, which decide what text is held out: two models are comparable on the
-    same text only."""
+    same text only. own: text that is read instead."""
     from tercet.inference.load import load_model
 
     model = load_model(run, device=device, dtype=dtype, data_of=data_of)
-    data = model.run.data
+    data = own or model.run.data
+    if own is not None:
+        print(" ".join(["all text of", data.source, *data.path]), flush=True)
+        return model
     print(" ".join(["validation text of", data.source, *data.path]) + f", seed {model.run.run.seed}", flush=True)
     return model
 

@@ -18,7 +18,7 @@ from tercet.data.tokenizers import Tokenizer
 from tercet.errors import TercetError
 from tercet.inference.arguments import at_least_one
 from tercet.inference.decoder import PREFILL_CHUNK, CachedDecoder, Decoder, UncachedDecoder
-from tercet.inference.prompts import PromptError, Prompts, is_single, required_context, tokenize_prompts
+from tercet.inference.prompts import PromptError, Prompts, end_tokens, is_single, required_context, tokenize_prompts
 from tercet.model.config import Sampling
 from tercet.model.sampling import INVALID_TOKEN, sample_token, uniform_draws
 from tercet.model.transformer import Transformer
@@ -73,11 +73,14 @@ class Generated:
 def generate(model: Transformer, prompts: Prompts, **options: Any) -> Generated | list[Generated]:
     """Generate text for one prompt (returns one Generated) or a batch of prompts (returns a list).
 
-    prompts: text, token IDs, or a list of either; lengths may differ. See `stream` for the options.
+    prompts: text, token IDs, a conversation ([{"role": "user", "content": ...}, ...], rendered through the tokenizer's
+    chat template), or a list of one of these; lengths may differ. See `stream` for the options.
     """
     timing = options.pop("timing", None) or Timing()
     tokenizer = options.get("tokenizer") or getattr(model, "tokenizer", None)
     tokens = tokenize_prompts(prompts, tokenizer, model.config.vocab_size)
+    if options.get("eos_id") is None:
+        options["eos_id"] = end_tokens(prompts, tokenizer)
     rows: list[list[Piece]] = [[] for _ in tokens]
     for piece in stream(model, tokens, timing=timing, **options):
         rows[piece.row].append(piece)
@@ -103,7 +106,7 @@ def stream(
     seed: int = 0,
     tokenizer: Tokenizer | None = None,
     context: int | None = None,
-    eos_id: int | None = None,
+    eos_id: int | Sequence[int] | None = None,
     cache: bool = True,
     prefill_chunk: int = PREFILL_CHUNK,
     graph: bool = True,
@@ -116,7 +119,7 @@ def stream(
     seed           row r of a batch samples like a single prompt with seed + r, whatever the other rows are
     tokenizer      default: the model's; without one, pieces have tokens but no text
     context        maximum tokens of prompt and answer; default: the training sequence length
-    eos_id         token that ends a row; default: the tokenizer's
+    eos_id         tokens that end a row; default: the tokenizer's, and what ends a turn of a conversation
     cache          use a KV cache; False recomputes everything for each token, for comparison
     prefill_chunk  prompt tokens read at once
     graph          on a GPU, capture the decode step as a CUDA graph
@@ -132,7 +135,9 @@ def stream(
         raise PromptError("stop needs a tokenizer, but there is none: give tokenizer=…")
     rows = tokenize_prompts(prompts, tokenizer, model.config.vocab_size)
     max_len = required_context(rows, max_new_tokens, context or getattr(model, "context", None))
-    end = eos_id if eos_id is not None else tokenizer.eos_id if tokenizer is not None else None
+    if eos_id is None:
+        eos_id = end_tokens(prompts, tokenizer)
+    ends = (eos_id,) if isinstance(eos_id, int) else tuple(eos_id)
     # A padded vocabulary has untrained embedding rows that must never be sampled.
     vocabulary = model.config.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.config.vocab_size)
     texts = [None if tokenizer is None else Detokenizer(tokenizer, stop, row) for row in rows]
@@ -146,7 +151,7 @@ def stream(
             if cache:
                 decoder = CachedDecoder(model, len(rows), max_len, chunk=prefill_chunk, graph=graph)
             loop = _DecodeLoop(
-                decoder, sampling, rows, seed, max_new_tokens, vocabulary, end, device, timing or Timing()
+                decoder, sampling, rows, seed, max_new_tokens, vocabulary, ends, device, timing or Timing()
             )
             yield from _pieces(loop, texts)
         finally:
@@ -170,11 +175,11 @@ class _DecodeLoop:
         seed: int,
         steps: int,
         vocabulary: int,
-        end: int | None,
+        ends: tuple[int, ...],
         device: torch.device,
         timing: Timing,
     ) -> None:
-        self.decoder, self.sampling, self.rows, self.end = decoder, sampling, rows, end
+        self.decoder, self.sampling, self.rows, self.ends = decoder, sampling, rows, ends
         self.steps, self.vocabulary, self.timing = steps, vocabulary, timing
         self._uniform: Tensor | None = None
         if sampling.temperature > 0:
@@ -238,8 +243,8 @@ class _DecodeLoop:
         if self._seen is not None:
             self._seen.scatter_(1, chosen.clamp(min=0)[:, None], True)
         self._tokens = chosen.clamp(min=0)
-        if self.end is not None:
-            self._device_active *= chosen != self.end
+        for end in self.ends:
+            self._device_active *= chosen != end
         copied = None
         if chosen.is_cuda:
             pinned = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
@@ -255,7 +260,7 @@ def _pieces(loop: _DecodeLoop, texts: list[Detokenizer | None]) -> Iterator[Piec
         for row, (token, text) in enumerate(zip(tokens, texts, strict=True)):
             if not loop.active[row]:
                 continue
-            if token == loop.end:
+            if token in loop.ends:
                 loop.end_row(row)
                 yield Piece(row, None, text.end() if text else "", "eos")
                 continue

@@ -39,7 +39,7 @@ class HarnessModel(TemplateLM):
         return self.model.tokenizer.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        return self.model.tokenizer.encode(string)
+        return self.model.tokenizer.encode(string, specials=True)
 
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests: Sequence[Request], **_: Any) -> list[tuple[float, bool]]:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tercet.config.data import DataConfig
 from tercet.data.loader import Batch, build_loader
 from tercet.data.shards import OtherTokenizer
 from tercet.data.stream import DataUsageError
@@ -169,23 +170,30 @@ def target_bytes(model: LanguageModel, batch: Batch) -> int:
 
 
 def held_out(
-    model: LanguageModel, *, sequences: int, seq_len: int | None = None, batch: int = 1, bounds: bool = False
-) -> Iterator[Batch]:
+    model: LanguageModel, *, sequences: int, seq_len: int | None = None, batch: int = 1, bounds: bool = False,
+    own: DataConfig | None = None,
+) -> Iterator[Batch]:  # fmt: skip
     """Batches of the model's validation data, packed as in training: `sequences` in all, fewer in the last batch if
-    they are not a multiple of `batch`. bounds: with cu_seqlens, even if data.cross_document_attention is set."""
+    they are not a multiple of `batch`. bounds: with cu_seqlens, even if data.cross_document_attention is set. own:
+    read all of this text, once, instead of the model's validation data."""
     at_least_one(sequences=sequences, seq_len=seq_len, batch=batch)
-    data = model.run.data if seq_len is None else model.run.data.model_copy(update={"seq_len": seq_len})
+    data = own or model.run.data
+    data = data.model_copy(update={"seq_len": model.context if seq_len is None else seq_len})
     if bounds:
         data = data.model_copy(update={"cross_document_attention": False})
     try:
         opened = build_loader(
-            data, seed=model.run.run.seed, batch_sequences=batch, split="validation", tokenizer=model.tokenizer
-        )
+            data, seed=model.run.run.seed, batch_sequences=batch, split="train" if own else "validation",
+            tokenizer=model.tokenizer,
+        )  # fmt: skip
     except OtherTokenizer as error:
+        fix = "--data" if own else "--data-of a run on"
         raise DataUsageError(
-            f"{error.problem}: give --data-of a run on text that is not tokenized yet (data.source other than shards)"
+            f"{error.problem}: give {fix} text that is not tokenized yet (data.source other than shards)"
         ) from None
     except DataUsageError as error:
+        if own:
+            raise
         raise DataUsageError(f"{error}, or read another run's validation text with --data-of RUN") from None
     with opened as loader:
         for number, loaded in enumerate(islice(loader, -(-sequences // batch))):

@@ -1,17 +1,21 @@
-"""Convert prompts (text, token IDs, batches of either) to lists of tokens, and check them."""
+"""Convert prompts (text, conversations, token IDs, batches of them) to lists of tokens, and check them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias, Union
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
-from tercet.data.tokenizers import Tokenizer
+from tercet.data.chat import ChatError
+from tercet.data.tokenizers import LibraryTokenizer, Tokenizer
 from tercet.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Prompts: TypeAlias = Union[str, Sequence[int], Sequence[str], Sequence[Sequence[int]], "Tensor"]
+Conversation: TypeAlias = Sequence[Mapping[str, Any]]  # messages: {"role": ..., "content": ...}
+Prompts: TypeAlias = Union[
+    str, Sequence[int], Conversation, Sequence[str], Sequence[Sequence[int]], Sequence[Conversation], "Tensor"
+]
 
 
 class PromptError(UsageError):
@@ -22,7 +26,21 @@ def is_single(prompts: Prompts) -> bool:
     """Whether this is one prompt, not a batch."""
     if not isinstance(prompts, Sequence):
         return prompts.dim() == 1
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, Mapping)))
+
+
+def end_tokens(prompts: Prompts, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokens that end an answer: EOS, and what ends the assistant's turn in a conversation."""
+    if tokenizer is None:
+        return ()
+    first = prompts[0] if isinstance(prompts, Sequence) and len(prompts) else None
+    chat = _is_conversation(prompts) or _is_conversation(first)
+    turn_end = tokenizer.turn_end if chat and isinstance(tokenizer, LibraryTokenizer) else None
+    return (tokenizer.eos_id,) if turn_end in (None, tokenizer.eos_id) else (tokenizer.eos_id, turn_end)
+
+
+def _is_conversation(prompt: object) -> bool:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def tokenize_prompts(prompts: Prompts, tokenizer: Tokenizer | None, vocab_size: int) -> list[list[int]]:
@@ -58,6 +76,8 @@ def _names(count: int) -> list[str]:
 
 
 def _tokenize(prompt: object, name: str, tokenizer: Tokenizer | None) -> list[int]:
+    if _is_conversation(prompt):
+        prompt = _render(prompt, name, tokenizer)
     if isinstance(prompt, str):
         if tokenizer is None:
             raise PromptError(f"{name} is text, but there is no tokenizer: give token IDs, or tokenizer=…")
@@ -68,10 +88,23 @@ def _tokenize(prompt: object, name: str, tokenizer: Tokenizer | None) -> list[in
                 f"{name} is not valid UTF-8: character {error.start} ({prompt[error.start]!r}) is a lone surrogate; "
                 "give UTF-8 text"
             ) from None
-        return tokenizer.encode(prompt)
+        return tokenizer.encode(prompt, specials=True)
     if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
         return list(prompt)
     raise PromptError(f"{name} is {type(prompt).__name__}: give text or a list of token IDs")
+
+
+def _render(messages: Any, name: str, tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None or tokenizer.chat is None:
+        which = "there is no tokenizer" if tokenizer is None else f"tokenizer {tokenizer.name} has no chat template"
+        raise PromptError(
+            f"{name} is a conversation, but {which}: put tokenizer_config.json or chat_template.jinja next to its "
+            "tokenizer.json, or give plain text"
+        )
+    try:
+        return tokenizer.chat.render(list(messages), answer=True, today=True)[0]
+    except ChatError as error:
+        raise PromptError(f"{name} cannot be rendered: {error}") from None
 
 
 def _check_tokens(row: list[int], name: str, vocab_size: int) -> None:

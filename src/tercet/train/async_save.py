@@ -36,7 +36,7 @@ class AsyncSaver:
             world_size=strategy.world_size,
             process_group=strategy.checkpoint_group,
             wait_for=strategy.wait_for,
-            tokenizer=tokenizer.to_str() if isinstance(tokenizer, LibraryTokenizer) else None,
+            files=tokenizer.files if isinstance(tokenizer, LibraryTokenizer) else {},
             keep_steps=config.train.stage_ends,
         )
         self._saved_step = state.step

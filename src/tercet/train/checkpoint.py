@@ -164,16 +164,16 @@ class Checkpointer:
         world_size: int = 1,
         process_group: Any = None,
         wait_for: Callable[[Callable[[float], bool]], None] = lambda done: None,
-        tokenizer: str | None = None,
+        files: Mapping[str, str] | None = None,
         keep_steps: Collection[int] = (),
     ) -> None:
-        """wait_for: Strategy.wait_for, which notices ranks that stop during a save. tokenizer: its tokenizer.json.
-        keep_steps: checkpoints that are never deleted."""
+        """wait_for: Strategy.wait_for, which notices ranks that stop during a save. files: text to save with each
+        checkpoint, by name: the tokenizer's. keep_steps: checkpoints that are never deleted."""
         self.checkpoints, self.config = checkpoints, config
         self.rank, self.world_size = rank, world_size
         # Not the group of training: two threads in one group would receive each other's messages.
         self.process_group = process_group
-        self._wait_for, self.tokenizer, self.keep_steps = wait_for, tokenizer, keep_steps
+        self._wait_for, self.files, self.keep_steps = wait_for, files or {}, keep_steps
         self._future: Future[Any] | None = None
         self._writer: _CommittingWriter | None = None
         self._started = self._blocked = 0.0
@@ -277,9 +277,9 @@ class _CommittingWriter(HuggingFaceStorageWriter):
             files[path.name] = manifest.file_record(path)
         write_json(self.writing / manifest.RUN_STATE, dict(self._run_state))
         files[manifest.RUN_STATE] = manifest.file_record(self.writing / manifest.RUN_STATE)
-        if self._owner.tokenizer is not None:
-            write_text(self.writing / manifest.TOKENIZER, self._owner.tokenizer)
-            files[manifest.TOKENIZER] = manifest.file_record(self.writing / manifest.TOKENIZER)
+        for name, text in self._owner.files.items():
+            write_text(self.writing / name, text)
+            files[name] = manifest.file_record(self.writing / name)
         self.bytes = sum(record["bytes"] for record in files.values())
         content = {
             "format": manifest.FORMAT,

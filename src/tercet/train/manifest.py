@@ -4,7 +4,7 @@ checkpoints/
   step-00000500/      complete: renamed to this name after everything in it was synced to disk
     manifest.json       format version, step, tokens, and size and SHA-256 of every other file
     run.json            step, tokens, data cursor, config, counters
-    tokenizer.json      the tokenizer, unless it is `byte`
+    tokenizer.json      the tokenizer, unless it is `byte`, and what Hugging Face keeps next to it (chat template, ...)
     rank-00000.json     random generator states of each rank
     shard-*.safetensors weights (…-00001-of-00004) and optimizer moments (one file per kind), one shard per rank
   .writing-…          a save in progress, or one that a crash interrupted; never loaded, deleted at the next resume

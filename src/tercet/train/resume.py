@@ -24,11 +24,12 @@ from tercet.config.keys import flatten_table
 from tercet.config.schema import RunConfig
 from tercet.config.sections import StageConfig
 from tercet.data.files import check_paths
-from tercet.data.tokenizers import Tokenizer, load_tokenizer
+from tercet.data.stream import DataError
+from tercet.data.tokenizers import LibraryTokenizer, Tokenizer, load_tokenizer
 from tercet.errors import UsageError, first_few
 from tercet.model.config import ModelConfig
 from tercet.model.cost import optimizer_numbers, parameters
-from tercet.parse import first_problem, one_line_errors
+from tercet.parse import describe, first_problem, one_line_errors, parse_toml
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import RunStarted
 from tercet.telemetry.sinks import import_tensorboard, import_wandb
@@ -286,6 +287,37 @@ def load_run_tokenizer(config: RunConfig, start: FoundCheckpoint | None) -> Toke
         if (before.tokenizer, before.eos_token) == (now.tokenizer, now.eos_token):
             return load_tokenizer(str(manifest.saved_tokenizer(start.path) or now.tokenizer), now.eos_token)
     return load_tokenizer(now.tokenizer, now.eos_token)
+
+
+def check_initial_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
+    """Raise if train.init_from names weights trained with a tokenizer that gives texts other tokens. Returns a message
+    if that is not known."""
+    source = config.train.init_from
+    if source is None or config.checkpoint.allow_config_change:
+        return []
+    path = Path(source)
+    try:
+        if path.suffix == ".safetensors":
+            folder = path.parent
+            data = parse_toml((folder / "config.toml").read_text(encoding="utf-8"))["data"]
+            copy = folder / manifest.TOKENIZER if (folder / manifest.TOKENIZER).is_file() else None
+        else:
+            folder = find_initial(path, verify=False).path
+            data = _read_run_state(folder)["config"]["data"]
+            copy = manifest.saved_tokenizer(folder)
+        name = data["tokenizer"]
+        before = load_tokenizer(str(copy) if copy and name != "byte" else name, data.get("eos_token", ""))
+    except (OSError, DataError, KeyError, TypeError, ValueError) as error:
+        return [f"train.init_from={source}: its tokenizer was not compared with data.tokenizer ({describe(error)})"]
+    if tokenizer.fingerprint == before.fingerprint or (
+        isinstance(before, LibraryTokenizer) and before.same_tokens(tokenizer)
+    ):
+        return []
+    raise UsageError(
+        f"train.init_from={source} was trained with the tokenizer {name}, and data.tokenizer={config.data.tokenizer} "
+        f"gives a text other tokens, which mean nothing to its weights: use --data.tokenizer {before.name}, or "
+        "--checkpoint.allow_config_change to change it on purpose"
+    )
 
 
 def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: bool) -> list[str]:

@@ -99,7 +99,8 @@ class RunFolder:
         write_json(self.path / ENVIRONMENT, environment)
         write_config(config, origins, self.path)
         if isinstance(tokenizer, LibraryTokenizer):
-            write_text(self.path / manifest.TOKENIZER, tokenizer.to_str())
+            for name, text in tokenizer.files.items():
+                write_text(self.path / name, text)
 
     def close(self) -> None:
         """Release the folder. If nothing was written to it, remove what this process created."""

@@ -51,7 +51,13 @@ from tercet.train.hooks import StopSignals, attach, run_started
 from tercet.train.manifest import describe_newest, run_of
 from tercet.train.optim import learning_rate, muon_learning_rate
 from tercet.train.ranks import join_run, rank_context
-from tercet.train.resume import abandon_later, check_requirements, find_start, load_run_tokenizer
+from tercet.train.resume import (
+    abandon_later,
+    check_initial_tokenizer,
+    check_requirements,
+    find_start,
+    load_run_tokenizer,
+)
 from tercet.train.run_folder import FILE_LISTS, RunFolder
 from tercet.train.stages import Stages, check_stage_data, step_flops
 from tercet.train.state import TrainState, build_state, set_teacher
@@ -79,6 +85,8 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         # Check everything, build the model, and open the data.
         start, messages = strategy.on_rank_0(lambda: find_start(config, resume, folder))
         tokenizer = load_run_tokenizer(config, start)
+        if start is None:
+            messages += strategy.on_rank_0(lambda: check_initial_tokenizer(config, tokenizer))
         doctor_report = strategy.on_rank_0(lambda: _check_before_building(config, tokenizer, folder, device))
         with memory_errors(config, device):
             state = build_state(config, device, strategy, start)

@@ -147,7 +147,7 @@ def sample_text(
     """
     generator = torch.Generator().manual_seed(seed)
     sampling = Sampling(temperature=temperature)
-    ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    ids = tokenizer.encode(prompt, specials=True) or [tokenizer.eos_id]
     start = len(ids)
     was_training = model.training
     model.eval()

@@ -1,7 +1,7 @@
 """Hugging Face transformers. Importing this package registers Tercet's models with the Auto classes, and
 attn_implementation="tercet" for dense models.
 
-Exported folders contain no code, so trust_remote_code is never needed.
+Once it is imported, no code of an exported folder runs, and trust_remote_code is not needed.
 """
 
 from __future__ import annotations

@@ -18,13 +18,20 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from tercet.config.keys import flatten_table
+from tercet.config.load import load as load_config
+from tercet.config.load import to_toml
+from tercet.config.schema import RunConfig
+from tercet.data.tokenizers import GENERATION, SOURCE_CONFIG, TOKENIZER, ByteTokenizer, LibraryTokenizer
 from tercet.errors import UsageError
+from tercet.inference.arguments import CONFIG as OUR_CONFIG
 from tercet.inference.load import Dtype, LanguageModel, load_model, open_model
 from tercet.interop.huggingface.dense_weights import SELECTOR_WEIGHTS, selector_shapes
 from tercet.interop.huggingface.folder import CONFIG, INDEX, WEIGHTS, atomic_folder, check_folder, write_tensors
+from tercet.interop.huggingface.import_hf import batch_settings
 from tercet.interop.huggingface.model import TercetConfig, TercetForCausalLM
 from tercet.interop.huggingface.rope import rope_parameters
-from tercet.interop.huggingface.tokenizer import as_transformers_tokenizer
+from tercet.interop.huggingface.tokenizer import generation_settings, save_tokenizer, special_ids
 from tercet.interop.options import ARCHITECTURES, check_empty, check_family
 from tercet.model.config import ModelConfig
 
@@ -35,18 +42,31 @@ def as_transformers_model(model: LanguageModel) -> TercetForCausalLM:
     """Wrap a model for transformers. Weights are shared, not copied."""
     config = TercetConfig(
         tercet=model.config.model_dump(mode="json"),
-        max_position_embeddings=model.context,
-        eos_token_id=model.tokenizer.eos_id,
-        pad_token_id=model.tokenizer.eos_id,
+        max_position_embeddings=_positions(model),
+        **special_ids(model.tokenizer),
         dtype=model.dtype,
     )
     with torch.device("meta"):
         wrapped = TercetForCausalLM(config)
     wrapped.model.load_state_dict(model.state_dict(), assign=True)
     wrapped.generation_config = GenerationConfig(
-        eos_token_id=model.tokenizer.eos_id, pad_token_id=model.tokenizer.eos_id
+        **{name: value for name, value in generation_settings(model.tokenizer).items() if name.endswith("token_id")}
     )
     return wrapped.eval()
+
+
+def _positions(model: LanguageModel) -> int:
+    """max_position_embeddings: an imported model keeps its own, even if trained in shorter sequences."""
+    tokenizer, trained_from = model.tokenizer, model.run.train.init_from
+    files = tokenizer.files if isinstance(tokenizer, LibraryTokenizer) and trained_from is not None else {}
+    source = json.loads(files.get(SOURCE_CONFIG, "{}"))
+    return max(model.context, source.get("max_position_embeddings") or 0)
+
+
+def _save_tokenizer(model: LanguageModel, folder: Path) -> None:
+    save_tokenizer(model.tokenizer, _positions(model), folder)
+    text = json.dumps(generation_settings(model.tokenizer), indent=2) + "\n"
+    (folder / GENERATION).write_text(text, encoding="utf-8")
 
 
 def export(run: str | Path, out: str | Path, *, dtype: Dtype = "float32", verify: bool = True) -> Path:
@@ -59,9 +79,18 @@ def export(run: str | Path, out: str | Path, *, dtype: Dtype = "float32", verify
     model = load_model(run, device="cpu", dtype=dtype, verify=verify)
     with atomic_folder(out) as folder:
         as_transformers_model(model).save_pretrained(folder)
-        as_transformers_tokenizer(model.tokenizer, model.context).save_pretrained(folder)
+        _save_tokenizer(model, folder)
+        (folder / OUR_CONFIG).write_text(to_toml(_own_config(model)), encoding="utf-8")
         check_folder(folder)
     return out
+
+
+def _own_config(model: LanguageModel) -> RunConfig:
+    """A configuration without the data of the run: `tercet eval` and `generate` read the export like an import."""
+    byte = isinstance(model.tokenizer, ByteTokenizer)
+    values = {"run.name": model.run.run.name, **batch_settings(model.context)}
+    values |= {"data.tokenizer": "byte" if byte else f"./{TOKENIZER}", "data.eos_token": model.run.data.eos_token}
+    return load_config(flags=values | flatten_table({"model": model.config.model_dump(mode="json")})).config
 
 
 def export_dense(
@@ -91,7 +120,7 @@ def export_dense(
         if selectors := selector_shapes(model.config):
             contents = ((name, weights[name]) for name in selectors)
             write_tensors(folder / SELECTOR_WEIGHTS, selectors, contents, stored_as)
-        as_transformers_tokenizer(model.tokenizer, model.context).save_pretrained(folder)
+        _save_tokenizer(model, folder)
         check_folder(folder)
     return out
 
@@ -105,7 +134,7 @@ def hf_config(model: LanguageModel, family: str, dtype: str) -> dict[str, Any]:
     """The config.json of the family. `tercet` keeps the settings of the blocks, which transformers ignores."""
     config = model.config
     extended = round(config.rope.original_length * config.rope_scaling) if config.rope.type != "linear" else 0
-    length = max(model.context, extended)
+    length = max(_positions(model), extended)
     return {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
@@ -125,9 +154,7 @@ def hf_config(model: LanguageModel, family: str, dtype: str) -> dict[str, Any]:
         "use_sliding_window": False,
         "rope_theta": config.rope_theta,
         "rope_parameters": rope_parameters(config, length),
-        "eos_token_id": model.tokenizer.eos_id,
-        "pad_token_id": model.tokenizer.eos_id,
-        "bos_token_id": None,
+        **special_ids(model.tokenizer),
         "dtype": dtype,
         "tercet": config.model_dump(mode="json"),
     }

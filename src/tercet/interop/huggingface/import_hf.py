@@ -21,6 +21,7 @@ from tercet.config.keys import flatten_table
 from tercet.config.load import load as load_config
 from tercet.config.load import to_toml
 from tercet.config.schema import RunConfig
+from tercet.data.tokenizers import SOURCE_CONFIG, TOKENIZER, TRANSFORMERS_FILES
 from tercet.errors import UsageError
 from tercet.inference.arguments import CONFIG as OUR_CONFIG
 from tercet.inference.arguments import WEIGHTS as OUR_WEIGHTS
@@ -42,7 +43,6 @@ from tercet.model.config import ModelConfig
 from tercet.model.transformer import Transformer
 from tercet.parse import WRONG_VALUE, describe, first_problem, one_line_errors
 
-TOKENIZER = "tokenizer.json"
 # The default sequence length is at most this: 128k tokens do not fit on every GPU.
 MAX_DEFAULT_SEQ_LEN = 4096
 
@@ -215,7 +215,10 @@ def _write(
             state = Transformer(config).state_dict()
         write_tensors(folder / OUR_WEIGHTS, {name: tensor.shape for name, tensor in state.items()}, weights)
         if copy_tokenizer:
-            shutil.copyfile(tokenizer, folder / TOKENIZER)
+            for name in (TOKENIZER, *TRANSFORMERS_FILES):
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, folder / name)
+            shutil.copyfile(source / CONFIG, folder / SOURCE_CONFIG)
         (folder / OUR_CONFIG).write_text(to_toml(run), encoding="utf-8")
     return run
 

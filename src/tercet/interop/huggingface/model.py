@@ -32,6 +32,21 @@ _NAMES = {
 }
 
 
+# Read by transformers without `import tercet.interop.huggingface`, instead of advising to update transformers: it asks
+# for trust_remote_code=True, and then for `pip install tercet` if that is missing.
+_LOADER = "modeling_tercet.py"
+_LOADER_TEXT = '''"""The model in this folder needs Tercet: pip install 'tercet[hub]'
+
+Before AutoModelForCausalLM.from_pretrained: import tercet.interop.huggingface
+transformers then does not read this file. Without that line it does, and needs trust_remote_code=True.
+"""
+
+from tercet.interop.huggingface import TercetConfig, TercetForCausalLM
+
+__all__ = ["TercetConfig", "TercetForCausalLM"]
+'''
+
+
 class TercetConfig(PretrainedConfig):
     """The config.json of an exported model. `tercet` is the whole ModelConfig; transformers' names are derived from it.
 
@@ -63,6 +78,17 @@ class TercetConfig(PretrainedConfig):
         # Again: the base class overwrites some of these with its defaults.
         for theirs, ours in _NAMES.items():
             setattr(self, theirs, getattr(model, ours))
+        self.auto_map = {"AutoConfig": "modeling_tercet.TercetConfig",
+                         "AutoModelForCausalLM": "modeling_tercet.TercetForCausalLM"}  # fmt: skip
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        (Path(save_directory) / _LOADER).write_text(_LOADER_TEXT, encoding="utf-8")
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """transformers would save the source of this module with every model."""
 
     def model(self) -> ModelConfig:
         return ModelConfig.model_validate(self.tercet)

@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from tercet.data.tokenizers import ByteTokenizer, LibraryTokenizer, Tokenizer
+from tercet.data.tokenizers import GENERATION, SOURCE_CONFIG, ByteTokenizer, LibraryTokenizer, Tokenizer
 from tercet.errors import TercetError
 
 BYTE_EOS = "<|endoftext|>"
+
+
+def save_tokenizer(tokenizer: Tokenizer, context: int, folder: Path) -> None:
+    """Write what AutoTokenizer reads: the files that the tokenizer came with, unchanged; else new ones."""
+    if isinstance(tokenizer, LibraryTokenizer) and "tokenizer_config.json" in tokenizer.files:
+        for name, text in tokenizer.files.items():
+            if name not in (GENERATION, SOURCE_CONFIG):  # these are the model's
+                (folder / name).write_bytes(text.encode())
+        return
+    as_transformers_tokenizer(tokenizer, context).save_pretrained(folder)
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """BOS, EOS and padding for config.json: those of the model that the tokenizer came with, if there is one."""
+    files = tokenizer.files if isinstance(tokenizer, LibraryTokenizer) else {}
+    if SOURCE_CONFIG not in files:
+        return {"bos_token_id": None, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.eos_id}
+    source = json.loads(files[SOURCE_CONFIG])
+    return {name: source.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+
+
+def generation_settings(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The generation_config.json that the tokenizer came with; generation also stops at the EOS of the training."""
+    files = tokenizer.files if isinstance(tokenizer, LibraryTokenizer) else {}
+    settings = json.loads(files[GENERATION]) if GENERATION in files else special_ids(tokenizer)
+    ends = settings.get("eos_token_id")
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    return settings if tokenizer.eos_id in ends else settings | {"eos_token_id": [*ends, tokenizer.eos_id]}
 
 
 def as_transformers_tokenizer(tokenizer: Tokenizer, context: int) -> PreTrainedTokenizerFast:
@@ -35,8 +65,8 @@ def as_transformers_tokenizer(tokenizer: Tokenizer, context: int) -> PreTrainedT
         model_max_length=context,
         padding_side="left",
         clean_up_tokenization_spaces=False,
-        # "<|endoftext|>" inside a text is ordinary text, as in training
-        split_special_tokens=True,
+        # bytes have no special tokens: <|endoftext|> is 13 of them
+        split_special_tokens=isinstance(tokenizer, ByteTokenizer),
     )
 
 
