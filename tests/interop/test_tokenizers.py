@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoT
 
 import tercet
 from tercet.config.load import load
+from tercet.errors import TercetError
 from tercet.interop.huggingface import TercetConfig
 from tercet.interop.huggingface.export import export, export_dense
 from tercet.interop.huggingface.import_hf import import_model
@@ -142,6 +144,14 @@ def test_an_export_stops_at_the_end_of_turn_of_the_source(exported):
 
     out = model.generate(prompt, max_new_tokens=20, do_sample=False, logits_processor=[end_after_3])
     assert out[0, 4:].tolist() == [7, 7, 7, END_OF_TURN]
+
+
+def test_damaged_settings_are_one_line(imported, tmp_path):
+    for content in (b"{bad", b"[1]", b"\xff"):
+        damaged = shutil.copytree(imported, tmp_path / content.hex())
+        (damaged / "generation_config.json").write_bytes(content)
+        with pytest.raises(TercetError, match=r"generation_config\.json"):
+            export(damaged, tmp_path / "out")
 
 
 def test_a_run_carries_the_files_on(tmp_path):

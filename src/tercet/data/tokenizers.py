@@ -350,13 +350,15 @@ def fit_vocabulary(loaded: Loaded, saved: Callable[[], Path | None] = lambda: No
 def _from_file(path: Path, name: str, eos_token: str) -> LibraryTokenizer:
     from tokenizers import Tokenizer as Library
 
+    reading, files = path, {}
     try:
         library = Library.from_file(str(path))
-        others = [path.parent / other for other in TRANSFORMERS_FILES if path.name == TOKENIZER]
-        files = {file.name: file.read_bytes().decode() for file in others if file.is_file()}
         files[TOKENIZER] = path.read_bytes().decode()
+        for reading in (path.parent / other for other in TRANSFORMERS_FILES if path.name == TOKENIZER):
+            if reading.is_file():
+                files[reading.name] = reading.read_bytes().decode()
     except Exception as error:  # the library raises bare Exception
-        raise DataError(f"tokenizer={name}: {path} is not a readable tokenizer.json: {error}") from error
+        raise DataError(f"tokenizer={name}: {reading} is not a readable {reading.name}: {error}") from error
     return LibraryTokenizer(library, name, eos_token, files)
 
 

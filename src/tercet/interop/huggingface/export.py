@@ -22,7 +22,7 @@ from tercet.config.keys import flatten_table
 from tercet.config.load import load as load_config
 from tercet.config.load import to_toml
 from tercet.config.schema import RunConfig
-from tercet.data.tokenizers import GENERATION, SOURCE_CONFIG, TOKENIZER, ByteTokenizer, LibraryTokenizer
+from tercet.data.tokenizers import GENERATION, SOURCE_CONFIG, TOKENIZER, ByteTokenizer
 from tercet.errors import UsageError
 from tercet.inference.arguments import CONFIG as OUR_CONFIG
 from tercet.inference.load import Dtype, LanguageModel, load_model, open_model
@@ -31,7 +31,7 @@ from tercet.interop.huggingface.folder import CONFIG, INDEX, WEIGHTS, atomic_fol
 from tercet.interop.huggingface.import_hf import batch_settings
 from tercet.interop.huggingface.model import TercetConfig, TercetForCausalLM
 from tercet.interop.huggingface.rope import rope_parameters
-from tercet.interop.huggingface.tokenizer import generation_settings, save_tokenizer, special_ids
+from tercet.interop.huggingface.tokenizer import generation_settings, save_tokenizer, saved_settings, special_ids
 from tercet.interop.options import ARCHITECTURES, check_empty, check_family
 from tercet.model.config import ModelConfig
 
@@ -57,10 +57,8 @@ def as_transformers_model(model: LanguageModel) -> TercetForCausalLM:
 
 def _positions(model: LanguageModel) -> int:
     """max_position_embeddings: an imported model keeps its own, even if trained in shorter sequences."""
-    tokenizer, trained_from = model.tokenizer, model.run.train.init_from
-    files = tokenizer.files if isinstance(tokenizer, LibraryTokenizer) and trained_from is not None else {}
-    source = json.loads(files.get(SOURCE_CONFIG, "{}"))
-    return max(model.context, source.get("max_position_embeddings") or 0)
+    source = saved_settings(model.tokenizer, SOURCE_CONFIG) if model.run.train.init_from is not None else None
+    return max(model.context, (source or {}).get("max_position_embeddings") or 0)
 
 
 def _save_tokenizer(model: LanguageModel, folder: Path) -> None:

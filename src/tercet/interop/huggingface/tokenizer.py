@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tercet.data.tokenizers import GENERATION, SOURCE_CONFIG, ByteTokenizer, LibraryTokenizer, Tokenizer
 from tercet.errors import TercetError
+from tercet.parse import describe, parse_json
 
 BYTE_EOS = "<|endoftext|>"
 
@@ -24,19 +24,29 @@ def save_tokenizer(tokenizer: Tokenizer, context: int, folder: Path) -> None:
     as_transformers_tokenizer(tokenizer, context).save_pretrained(folder)
 
 
+def saved_settings(tokenizer: Tokenizer, name: str) -> dict[str, Any] | None:
+    """A JSON file that came with the tokenizer; None: there is none."""
+    text = tokenizer.files.get(name) if isinstance(tokenizer, LibraryTokenizer) else None
+    try:
+        settings: dict[str, Any] | None = None if text is None else dict(parse_json(text))
+    except (TypeError, ValueError) as error:
+        raise TercetError(
+            f"{name} next to {tokenizer.name} is damaged ({describe(error)}): copy it again, or delete it"
+        ) from None
+    return settings
+
+
 def special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
     """BOS, EOS and padding for config.json: those of the model that the tokenizer came with, if there is one."""
-    files = tokenizer.files if isinstance(tokenizer, LibraryTokenizer) else {}
-    if SOURCE_CONFIG not in files:
+    source = saved_settings(tokenizer, SOURCE_CONFIG)
+    if source is None:
         return {"bos_token_id": None, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.eos_id}
-    source = json.loads(files[SOURCE_CONFIG])
     return {name: source.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def generation_settings(tokenizer: Tokenizer) -> dict[str, Any]:
     """The generation_config.json that the tokenizer came with; generation also stops at the EOS of the training."""
-    files = tokenizer.files if isinstance(tokenizer, LibraryTokenizer) else {}
-    settings = json.loads(files[GENERATION]) if GENERATION in files else special_ids(tokenizer)
+    settings = saved_settings(tokenizer, GENERATION) or special_ids(tokenizer)
     ends = settings.get("eos_token_id")
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
     return settings if tokenizer.eos_id in ends else settings | {"eos_token_id": [*ends, tokenizer.eos_id]}
