@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
@@ -17,6 +20,7 @@ from transformers import (
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
+    StaticCache,
 )
 
 import tercet
@@ -151,6 +155,70 @@ def test_tokens_after_a_cache_equal_whole_sequences(sparse, dense_below: int, pa
     torch.testing.assert_close(torch.cat(parts, 1)[real], whole[real], **ERROR)
 
 
+def four_dimensional(real: Tensor, kind: str) -> Tensor:
+    """Causal plus padding. `open` padding that could read nothing reads everything."""
+    seen = real[:, None, None] & torch.ones(2 * real.shape[1:], dtype=torch.bool).tril()
+    if kind == "bool":
+        return seen
+    if kind == "open":
+        seen |= ~seen.any(-1, keepdim=True) & real.any(1)[:, None, None, None]
+    hidden = torch.finfo(torch.float64).min if kind == "open" else -torch.inf
+    return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, hidden)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_masks_mean_what_they_mean_to_sdpa(llama, seed: int):
+    rng = random.Random(seed)
+    batch, width, room = rng.randint(1, 3), rng.randint(2, 40), 48
+    tokens, real = some_tokens(batch, width), torch.ones(batch, width, dtype=torch.bool)
+    for row in real:
+        left, right = rng.choice([(0, 0), (0.5, 0), (0, 0.5), (0.3, 0.3), (1, 0)])
+        row[: int(left * rng.random() * width + left // 1 * width)] = False
+        row[width - int(right * rng.random() * width) :] = False
+        if rng.random() < 0.2:
+            row[rng.randrange(width)] = False
+    kind = rng.choice(["int64", "bool", "float32", "longer", "4d bool", "4d open", "4d -inf", "none"])
+    kind = "int64" if kind == "float32" and not real.any() else kind
+    if kind == "none":
+        real[:] = True
+    elif kind.startswith("4d"):
+        whole = four_dimensional(real, kind[3:]).expand(-1, rng.choice([1, 4]), -1, -1)
+    else:
+        whole = F.pad(real, (0, 8)) if kind == "longer" else real
+        whole = whole.to(getattr(torch, kind)) if kind != "longer" else whole.long()
+    caches = ["whole"] if kind == "4d open" else ["dynamic", "static", *["whole"] * (kind != "longer")]
+    cache = rng.choice(caches)
+    cuts = sorted({0, width, *(rng.sample(range(width), rng.randint(0, min(3, width))) if cache != "whole" else ())})
+    positions = (real.cumsum(1) - 1).masked_fill(~real, 1) if rng.random() < 0.5 else None
+
+    def logits() -> Tensor:
+        past = {"whole": None, "dynamic": DynamicCache(), "static": StaticCache(llama.config, room)}[cache]
+        parts = []
+        for start, stop in itertools.pairwise(cuts):
+            mask = None
+            if kind.startswith("4d"):
+                mask = whole[:, :, start:stop, :stop]
+                if cache == "static":
+                    mask = F.pad(mask, (0, room - stop), value=0 if mask.dtype == torch.bool else -torch.inf)
+            elif kind != "none":
+                mask = whole if kind == "longer" else whole[:, :stop]
+            own = None if positions is None else positions[:, start:stop]
+            out = llama(
+                tokens[:, start:stop], attention_mask=mask, position_ids=own, past_key_values=past,
+                use_cache=past is not None,
+            )  # fmt: skip
+            parts.append(out.logits)
+        return torch.cat(parts, 1)
+
+    with torch.no_grad():
+        llama.set_attn_implementation("sdpa")
+        expected = logits()
+        use_block_sparse(llama, replace(NSA, select_count=6), dense_below=rng.choice([0, 20, 48]))
+        found = logits()
+    assert found.isfinite().all()
+    torch.testing.assert_close(found[real], expected[real], **ERROR)
+
+
 def test_generate_greedily_with_beams_in_chunks_assisted_and_with_left_padding(sparse):
     prompts, options = some_tokens(2, 40), {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     for beams in (1, 3):
@@ -161,8 +229,10 @@ def test_generate_greedily_with_beams_in_chunks_assisted_and_with_left_padding(s
         assert torch.equal(sparse.generate(prompts[:1], **way, **options), alone)
     mask = torch.ones_like(prompts)
     mask[0, :15] = 0
-    padded = sparse.generate(prompts, attention_mask=mask, **options)
-    assert torch.equal(padded[:1, 15:], sparse.generate(prompts[:1, 15:], **options))
+    expected = sparse.generate(prompts[:1, 15:], **options)
+    for way in ({}, {"cache_implementation": "static"}, {"prefill_chunk_size": 9}):
+        padded = sparse.generate(prompts, attention_mask=mask, **way, **options)
+        assert torch.equal(padded[:1, 15:], expected)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -234,22 +304,30 @@ def test_settings_that_cannot_be_used_are_refused(sparse, settings: dict[str, ob
 
 
 def test_arguments_that_cannot_be_used_are_refused(sparse):
-    tokens = some_tokens(1, 30)
+    tokens, restart = some_tokens(1, 30), torch.arange(30)[None] % 20
+    causal = torch.ones(1, 1, 30, 30, dtype=torch.bool).tril()
     for options, words in (
         ({"output_attentions": True}, "output_attentions=True .*use eager"),
-        ({"attention_mask": torch.ones(1, 1, 30, 30)}, r"attention_mask \[1, 1, 30, 30\] .*0 for padding"),
-        ({"attention_mask": torch.ones(1, 40)}, "mask of 40 tokens for 30"),
+        ({"attention_mask": torch.ones(1, 1, 30, 30)}, r"\[1, 1, 30, 30\] of float32 has values .*0 for padding"),
+        ({"attention_mask": causal.long()}, "of int64 is neither bool"),
+        ({"attention_mask": torch.zeros(1, 1, 30, 30)}, "is not causal plus padding"),
+        ({"attention_mask": causal.tril(-1)}, "is not causal plus padding"),
+        ({"attention_mask": causal.triu(-9)}, "is not causal plus padding"),
+        ({"attention_mask": causal, "position_ids": restart}, "restart within a row"),
+        ({"attention_mask": torch.cat((causal, causal.triu(-1)), 1)}, "differs between heads"),
+        ({"attention_mask": causal[..., :20]}, r"\[1, 1, 30, 20\] .*does not fit .*\[1, 30\]"),
+        ({"attention_mask": torch.ones(2, 30)}, r"\[2, 30\] .*does not fit .*\[1, 30\]"),
+        ({"attention_mask": torch.ones(1, 20)}, r"\[1, 20\] .*does not fit .*\[1, 30\]"),
+        ({"attention_mask": torch.ones(1, 40)}, "has 40 tokens, the input 30"),
         ({"softcap": 30.0}, "softcap .*soft-capping"),
         ({"s_aux": torch.zeros(4)}, "s_aux .*attention sinks"),
     ):
         with pytest.raises(UnsupportedError, match=words):
-            sparse(tokens, **options)
-    with pytest.raises(UnsupportedError, match='cache_implementation="static"'):
-        sparse.generate(tokens, cache_implementation="static", max_new_tokens=3, pad_token_id=0)
-    cache = sparse(tokens, position_ids=torch.arange(30)[None] % 20, use_cache=True).past_key_values
+            sparse(tokens, use_cache=False, **options)
+    cache = sparse(tokens, position_ids=restart, use_cache=True).past_key_values
     with pytest.raises(UnsupportedError, match=r"position_ids 10 .* the 30 tokens .*use_cache=False"):
         sparse(tokens[:, :1], position_ids=torch.tensor([[10]]), past_key_values=cache)
-    q, layout = torch.zeros(1, 4, 8, 16), layout_mask(kv_length=8, q_length=8, config=sparse.config)
+    q, layout = torch.zeros(1, 4, 8, 16), layout_mask(batch_size=1, kv_length=8, q_length=8, config=sparse.config)
     for options, words in (({"dropout": 0.1}, "attention_dropout=0.1"), ({"scaling": 1.0}, "scaling=1.0")):
         with pytest.raises(UnsupportedError, match=words):
             layer_attention(sparse.model.layers[0].self_attn, q, q, q, layout, **options)

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer as Library
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import tercet
 import tercet.interop.huggingface  # registers
@@ -23,8 +24,12 @@ from tercet.errors import TercetError
 from tercet.interop.huggingface import TercetForCausalLM
 from tercet.interop.huggingface.export import as_transformers_model, export
 from tercet.interop.huggingface.tokenizer import as_transformers_tokenizer
+from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 
 PROMPTS = [[5, 9, 200], list(range(1, 60)), [(37 * i * i + 11) % 251 + 1 for i in range(17)]]
+BLOCK_SPARSE = {
+    "model__gate": "none", "model__shared_kv": True, "model__branches": ["selected"], "model__compression": "mean"
+}  # fmt: skip
 KINDS = {"nsa": {}, "dense and window": {"model__attention": "dense,window"}, "as m7c": AS_M7C}
 
 
@@ -196,12 +201,115 @@ def test_unsupported_arguments_are_refused(theirs, given, said):
         theirs(**given)
 
 
-def test_a_cache_is_refused_in_training(folder):
-    model, ids = AutoModelForCausalLM.from_pretrained(folder), torch.ones(1, 4).long()
-    assert model(ids, use_cache=True).past_key_values.columns == 4
-    with pytest.raises(ValueError, match="use_cache=False"):
-        model.train()(ids, use_cache=True)
-    assert model.generate(ids, max_new_tokens=2).shape == (1, 6)  # without gradients: as a sample in training
+GRADIENT_KINDS = {
+    "nsa": {},
+    "two-branch": {"model__branches": ["selected", "window"], "model__selector": "learned"},
+    "block-sparse": BLOCK_SPARSE,
+    "learned": {**BLOCK_SPARSE, "model__selector": "learned"},
+    "dense, window": {"model__attention": "dense,window", "model__tie_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENT_KINDS)
+def test_use_cache_does_not_change_gradients(kind):
+    ids, mask = padded([PROMPTS[1], PROMPTS[2] * 3], "left")
+    labels = torch.where(mask.bool(), ids, -100)
+    for mode in ("none", "full"):
+        model = as_transformers_model(language_model(**GRADIENT_KINDS[kind]))
+        apply_activation_checkpointing(model.model.blocks, mode)
+        for training in (False, True):
+            model.train(training)
+            found = []
+            for cache in (False, True):
+                model.zero_grad()
+                out = model(ids, attention_mask=mask, labels=labels, use_cache=cache)
+                out.loss.backward()
+                found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+            assert found[0].keys() == found[1].keys()
+            assert len(found[0]) >= sum("selector" not in name for name, _ in model.named_parameters())
+            torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+        # the cache is filled nevertheless, and what is read from it has no gradients
+        new = model(ids[:, -1:], past_key_values=out.past_key_values)
+        torch.testing.assert_close(new.logits, model(*_repeat_last(ids, mask)).logits[:, -1:], rtol=1e-4, atol=1e-4)
+        with pytest.raises(ValueError, match=r"past_key_values .* no gradients.*without past_key_values"):
+            new.logits.sum().backward()
+
+
+def _repeat_last(ids, mask):
+    return torch.cat((ids, ids[:, -1:]), 1), torch.cat((mask, mask[:, -1:]), 1)
+
+
+def square(mask, kind):
+    """The 4-dimensional mask that equals a mask of padding."""
+    seen = mask.bool()[:, None, None] & torch.ones(2 * mask.shape[1:], dtype=torch.bool).tril()
+    return seen if kind == "bool" else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf if kind == "inf" else -1e9)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_masks_of_every_kind_are_read(model, theirs, side):
+    ids, mask = padded(PROMPTS, side)
+    ids, mask = (torch.cat((x, torch.zeros_like(x[:1]))) for x in (ids, mask))  # a row of padding
+    width = ids.shape[1]
+    with torch.no_grad():
+        expected = theirs(ids, attention_mask=mask).logits
+        for row, prompt in enumerate(PROMPTS):
+            alone = model(torch.tensor([prompt]))[0]
+            torch.testing.assert_close(expected[row][mask[row].bool()], alone, rtol=1e-4, atol=1e-4)
+        for given in (mask.bool(), mask.float(), square(mask, "bool"), square(mask, "inf"), square(mask, "large")):
+            assert torch.equal(theirs(ids, attention_mask=given).logits, expected)
+        for way in ("bool", "inf", "whole", "longer"):
+            past, parts = None, []
+            for start, stop in ((0, 20), (20, 21), (21, 50), (50, width)):
+                given = {"longer": F.pad(mask, (0, 9)), "whole": mask[:, :stop]}.get(way)
+                given = square(mask, way)[:, :, start:stop, :stop] if given is None else given
+                out = theirs(ids[:, start:stop], attention_mask=given, past_key_values=past, use_cache=True)
+                past = out.past_key_values
+                parts.append(out.logits)
+            found, real = torch.cat(parts, 1), mask.bool()
+            assert found.isfinite().all()
+            torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        (torch.ones(1, 4), r"\[1, 4\] .*does not fit .*\[1, 6\], 0 for padding"),
+        (torch.ones(1, 8), r"\[1, 8\] .*does not fit"),
+        (torch.ones(1, 6, 6), r"\[1, 6, 6\] .*does not fit"),
+        (torch.tensor([[0, 0, 0, 0, -torch.inf, -torch.inf]]), "values other than 0 and 1"),
+        (torch.zeros(1, 6), "0 everywhere"),
+        (torch.tensor([[1, 1, 2, 2, 3, 3]]), "values other than 0 and 1"),
+        (torch.zeros(1, 1, 6, 6), "not causal plus padding"),
+    ],
+)
+def test_other_masks_are_refused(theirs, mask, said):
+    with pytest.raises(TercetError, match=said) as error:
+        theirs(torch.ones(1, 6).long(), attention_mask=mask)
+    assert "\n" not in str(error.value)
+
+
+def test_a_cache_goes_on_with_its_own_padding_and_positions(theirs):
+    ids, mask = padded(PROMPTS, "left")
+    cut, places = ids.shape[1] - 1, (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        expected = theirs(ids, attention_mask=mask, position_ids=places).logits[:, -1:]
+        for given in (
+            {}, {"attention_mask": mask}, {"attention_mask": mask, "position_ids": places[:, -1:]},
+            {"position_ids": torch.tensor([[cut]])},
+        ):  # fmt: skip
+            past = theirs(ids[:, :cut], attention_mask=mask[:, :cut], use_cache=True).past_key_values
+            logits = theirs(ids[:, cut:], past_key_values=past, **given).logits
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        for given, said in (
+            ({"attention_mask": torch.ones_like(mask)}, "other padding among its first 58 tokens than the cache"),
+            ({"attention_mask": mask[:, cut:]}, "does not fit"),
+            ({"position_ids": torch.tensor([[7]])}, "position_ids"),
+        ):
+            past = theirs(ids[:, :cut], attention_mask=mask[:, :cut], use_cache=True).past_key_values
+            with pytest.raises((TercetError, ValueError), match=said):
+                theirs(ids[:, cut:], past_key_values=past, **given)
+        with pytest.raises(ValueError, match=r"DynamicCache.*TercetCache"):
+            theirs(ids, past_key_values=DynamicCache())
 
 
 def test_trainer_trains_it_and_saves_a_loadable_checkpoint(folder, tmp_path):

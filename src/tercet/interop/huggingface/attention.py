@@ -29,6 +29,7 @@ from tercet.model.decode import query_chunks
 from tercet.parse import first_problem
 
 NAME = "tercet"
+_HIDDEN = -9984.0  # additive masks hide a key by -inf, the dtype's minimum or -10,000, here as bfloat16
 _BLOCK_SPARSE = {"gate": "none", "shared_kv": True, "branches": ["selected"], "compression": "mean"}
 # what other models pass to their attention, and we do not compute
 _UNSUPPORTED = {
@@ -107,6 +108,63 @@ def _unsupported(what: str, fix: str) -> UnsupportedError:
 # ------------------------------------------------------------ where the tokens are
 
 
+def read_mask(
+    mask: Tensor, batch: int, width: int, keys: int, cached: int | None = None, *, longer: bool = False
+) -> Tensor:
+    """bool [B, cached + T], False for padding. Raises if the mask is anything but causal attention plus padding.
+
+    mask    [B, keys]: 0 for padding, else 1. Or [B or 1, 1 or H, T, keys]: True or 0 where a query reads, False or at
+            most -10,000 where it does not
+    width   T new tokens
+    keys    what the mask covers: cached and new tokens; if 4-dimensional, also the unused rest of a static cache
+    cached  by default found in a 4-dimensional mask: behind the last key that the last real query reads, all is unused
+    longer  the rest of a longer mask [B, columns] is ignored, as in transformers with a cache
+    """
+
+    def refuse(why: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"attention_mask {list(mask.shape)} of {str(mask.dtype).removeprefix('torch.')} {why}: pass "
+            f"{[batch, keys]}, 0 for padding and 1 for the {keys} cached and new tokens, or {[batch, 1, width, keys]}, "
+            "causal plus padding, as bool or as 0 and -inf"
+        )
+
+    if mask.dim() == 2:
+        if mask.shape[0] != batch or mask.shape[1] < keys or (mask.shape[1] > keys and not longer):
+            raise refuse("does not fit the tokens")
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise refuse("has values other than 0 and 1")
+        if mask.is_floating_point() and not bool(mask.any()):
+            raise refuse("is 0 everywhere, which is no padding if it is added and all padding if not")
+        return mask[:, :keys].bool()
+    if mask.dim() != 4 or mask.shape[0] not in (1, batch) or list(mask.shape[2:]) != [width, keys]:
+        raise refuse("does not fit the tokens")
+    if mask.is_floating_point():
+        if not bool(((mask == 0) | (mask <= _HIDDEN)).all()):
+            raise refuse("has values other than 0 and -inf")
+        mask = mask == 0
+    elif mask.dtype != torch.bool:
+        raise refuse("is neither bool nor floating point")
+    seen = mask[:, 0]
+    if not torch.equal(mask, mask[:, :1].expand_as(mask)):
+        raise refuse("differs between heads")
+    query, key = (torch.arange(n, device=mask.device) for n in (width, keys))
+    # Some masks let padding on the left, which could read nothing, read everything instead.
+    full = seen.all(-1)
+    seen = seen & ~(full & ~full[:, -1:])[..., None]
+    if cached is None:
+        last = torch.where(seen, key, -1).amax(-1) - query
+        cached = min(max(int(last.max()), 0), keys - width)
+    own = seen.diagonal(cached, dim1=1, dim2=2)  # whether a query reads its own key; padding does not
+    asked = own | ~own.any(1, keepdim=True)  # padding is only asked about earlier keys if there is nothing else
+    before = (seen[..., :cached] & asked[..., None]).any(1)
+    real = torch.cat((before, own), dim=1)
+    expected = F.pad(real[:, None], (0, keys - real.shape[1])) & (key <= cached + query[:, None])
+    free = ~own[..., None] & (key < cached)  # what padding reads does not matter
+    if not bool(((seen == expected) | free).all()):
+        raise refuse("is not causal plus padding")
+    return real.expand(batch, -1)
+
+
 class Documents(NamedTuple):
     """Real tokens, one document after another."""
 
@@ -129,10 +187,20 @@ class Positions(NamedTuple):
 class BatchLayout:
     """Where the tokens of one forward pass are. Takes the place of the mask; found by the first layer of a device."""
 
-    def __init__(self, settings: Settings, real: Tensor | None) -> None:
-        self.settings = settings
-        self.real = real  # [B, S], False for padding; None if nothing is padding
+    ndim = 4  # with a static cache `generate` makes it before the forward pass, which must not take it for a mask
+
+    def __init__(
+        self, settings: Settings, real: Tensor | None, tokens: int, room: int, *, by_query: bool = False
+    ) -> None:
+        self.settings, self.tokens, self.room = settings, tokens, room  # room: keys, with the rest of a static cache
+        # without any token no output has a meaning, but all must be finite: as without a mask
+        self.blank = real is not None and not bool(real.any())
+        self.real = None if real is None or self.blank or bool(real.all()) else real  # [B, S], False for padding
+        self.by_query = by_query  # the mask says which keys each query reads, whatever its position
         self._found: dict[torch.device, Any] = {}
+
+    def contiguous(self) -> BatchLayout:
+        return self
 
     def documents(self, q: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None) -> Documents | None:
         """None if every row is one document without padding."""
@@ -157,7 +225,13 @@ class BatchLayout:
             if position_ids is not None:
                 step = position_ids.to(q.device).expand(batch, -1).flatten()[column].diff()
                 # across padding, positions may count it or not
-                starts[1:] |= (step != 1) & (step != column.diff())
+                restarts = (step != 1) & (step != column.diff()) & ~starts[1:]
+                if self.by_query and bool(restarts.any()):
+                    raise UnsupportedError(
+                        f"position_ids {list(position_ids.shape)} restart within a row, and the attention_mask reads "
+                        "across: pass one of the two"
+                    )
+                starts[1:] |= restarts
             if real is None and int(starts.sum()) == batch:
                 return None
             cu_seqlens = F.pad(starts.nonzero()[:, 0], (0, 1), value=column.shape[0])
@@ -181,8 +255,8 @@ class BatchLayout:
         column = torch.arange(keys - width, keys, device=q.device)
         real = None if self.real is None else self.real.to(q.device)
         t = column[None] if real is None else real.cumsum(1)[:, -width:] - 1
-        if position_ids is not None:
-            given = position_ids.to(q.device)
+        if position_ids is not None and not self.by_query:
+            given = position_ids.to(q.device).expand(q.shape[0], -1)
             wrong = (given != t) & (given != column)
             if real is not None:
                 wrong = wrong & real[:, -width:]
@@ -200,27 +274,22 @@ class BatchLayout:
 @torch.compiler.disable  # reads values of the mask
 def layout_mask(
     *,
+    batch_size: int,
     kv_length: int,
     config: PretrainedConfig,
-    attention_mask: Tensor | None = None,
-    q_length: int | None = None,
-    q_offset: Any = 0,
-    cache_position: Tensor | None = None,
-    **_: Any,
+    attention_mask: Tensor | BatchLayout | None = None,
+    **options: Any,
 ) -> BatchLayout:
-    """transformers' AttentionMaskInterface. `cache_position` comes from its older versions."""
+    """transformers' AttentionMaskInterface. Its older versions give a `cache_position`."""
+    if isinstance(attention_mask, BatchLayout):
+        return attention_mask
     check_model(config)
-    tokens = int(q_offset) + q_length if q_length is not None else int(cache_position[-1]) + 1  # type: ignore[index]
-    if attention_mask is not None and (columns := attention_mask.shape[1]) != tokens:
-        raise _unsupported(f"a mask of {columns} tokens for {tokens}", "pass one that covers the cached and new tokens")
-    if kv_length != tokens:
-        raise _unsupported(
-            f"a cache of {kv_length} tokens for {tokens}", 'use the default cache, not cache_implementation="static"'
-        )
-    real = None
-    if attention_mask is not None and not bool(attention_mask.all()):
-        real = attention_mask.bool()
-    return BatchLayout(read_settings(config), real)
+    at = options.get("cache_position")
+    first, width = (options.get("q_offset", 0), options["q_length"]) if at is None else (at[0], len(at))
+    tokens, real = int(first) + width, None
+    if attention_mask is not None:
+        real = read_mask(attention_mask, batch_size, width, tokens, longer=True)
+    return BatchLayout(read_settings(config), real, tokens, kv_length)
 
 
 # ------------------------------------------------------------ attention
@@ -232,7 +301,7 @@ def layer_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: BatchLayout | None,
+    attention_mask: BatchLayout | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     position_ids: Tensor | None = None,
@@ -241,8 +310,21 @@ def layer_attention(
 ) -> tuple[Tensor, None]:
     """transformers' AttentionInterface. Returns the output [B, T, H, D], and no probabilities."""
     _check_call(query, attention_mask, dropout, scaling, kwargs)
-    assert isinstance(attention_mask, BatchLayout)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if isinstance(attention_mask, Tensor):
+        check_model(module.config)  # type: ignore[arg-type]
+        real = read_mask(attention_mask, *q.shape[:2], k.shape[1])
+        attention_mask = BatchLayout(
+            read_settings(module.config), real, real.shape[1], k.shape[1], by_query=True  # type: ignore[arg-type]
+        )  # fmt: skip
+    assert isinstance(attention_mask, BatchLayout)
+    if k.shape[1] != attention_mask.room:
+        raise UnsupportedError(
+            f"attention_mask has {attention_mask.room} tokens, the input {k.shape[1]}: without a cache they must agree"
+        )
+    k, v = (x[:, : attention_mask.tokens] for x in (k, v))
+    if attention_mask.blank:
+        position_ids = None
     if torch.is_autocast_enabled(q.device.type):
         # RoPE of bf16 projections returns float32; as in PyTorch's attention, autocast decides
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
@@ -268,9 +350,8 @@ def layer_attention(
 def _check_call(
     query: Tensor, attention_mask: Any, dropout: float, scaling: float | None, kwargs: dict[str, Any]
 ) -> None:
-    if not isinstance(attention_mask, BatchLayout):
-        found = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-        raise _unsupported(f"attention_mask {found}", "pass a mask [batch, tokens] that is 0 for padding")
+    if not isinstance(attention_mask, BatchLayout | Tensor):
+        raise _unsupported(f"attention_mask {type(attention_mask).__name__}", "pass a mask [batch, tokens]")
     if dropout:
         raise _unsupported(f"attention_dropout={dropout}", "load the model with attention_dropout=0.0")
     if kwargs.get("output_attentions"):

@@ -1,6 +1,6 @@
 """Tercet models for transformers: TercetConfig, TercetCache, TercetForCausalLM.
 
-input_ids, labels: int64 [B, T]; attention_mask: [B, cached tokens + T], 0 for padding on either side.
+input_ids, labels: int64 [B, T]; attention_mask: see `attention.read_mask`, padding on either side.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import Cache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import logging
 
+from tercet.interop.huggingface.attention import read_mask
 from tercet.interop.huggingface.folder import FolderError, check_folder
 from tercet.model.config import ModelConfig
 from tercet.model.transformer import Transformer
 from tercet.parse import first_problem
+
+logger = logging.get_logger(__name__)
 
 # transformers' name -> ours. For other tools only: the model is built from the `tercet` entry.
 _NAMES = {
@@ -97,7 +102,8 @@ class TercetConfig(PretrainedConfig):
 class TercetCache(Cache):
     """Tercet's per-layer caches behind transformers' Cache interface.
 
-    `columns` counts padding too, as transformers expects; the layer caches know the real length of each row.
+    `columns` counts padding too, as transformers expects, and `real` [B, columns] is False for it (None: there is
+    none); the layer caches know the real length of each row.
     """
 
     def __init__(self, model: Transformer, batch: int) -> None:
@@ -106,6 +112,7 @@ class TercetCache(Cache):
         self._model = model
         self.caches = [layer.make_cache(batch) for layer in model.attention_layers()]
         self.columns = 0
+        self.real: Tensor | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.columns
@@ -116,6 +123,8 @@ class TercetCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         for cache in self.caches:
             cache.take_rows(beam_idx)
+        if self.real is not None:
+            self.real = self.real[beam_idx.to(self.real.device)]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(indices)
@@ -127,7 +136,7 @@ class TercetCache(Cache):
     def reset(self) -> None:
         batch = self.caches[0].batch
         self.caches = [layer.make_cache(batch) for layer in self._model.attention_layers()]
-        self.columns = 0
+        self.columns, self.real = 0, None
 
     def crop(self, tokens_to_remove: int) -> None:
         raise NotImplementedError("TercetCache cannot be cropped: assisted generation is not supported")
@@ -187,15 +196,26 @@ class TercetForCausalLM(PreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        _check_arguments(input_ids, kwargs)
+        _check_arguments(input_ids, past_key_values, kwargs)
         assert input_ids is not None
         if past_key_values is None and use_cache:
             past_key_values = TercetCache(self.model, input_ids.shape[0])
-        if past_key_values is not None and self.training and torch.is_grad_enabled():
-            raise ValueError("a cache gives attention no gradients: train with use_cache=False, or call eval() before")
-        if past_key_values is None or past_key_values.columns == 0:
-            _check_positions(position_ids, attention_mask, input_ids)
-        hidden = self._hidden(input_ids, attention_mask, past_key_values, cu_seqlens)
+        real = _real_tokens(input_ids, attention_mask, past_key_values)
+        _check_positions(position_ids, input_ids, real, past_key_values)
+        if past_key_values is None or not torch.is_grad_enabled():
+            hidden = self._hidden(input_ids, real, past_key_values, cu_seqlens)
+        else:  # cached keys and values have no gradients
+            first = past_key_values.columns == 0
+            with torch.no_grad():
+                hidden = self._hidden(input_ids, real, past_key_values, cu_seqlens)
+            if first:
+                logger.warning_once(
+                    "use_cache=True with gradients computes the tokens twice: pass use_cache=False to train, or call "
+                    "the model under torch.no_grad()"
+                )
+                hidden = self._hidden(input_ids, real, None, cu_seqlens)
+            else:
+                hidden = _RefuseGradients.apply(hidden, *self.model.parameters())
         if isinstance(logits_to_keep, int):
             kept = hidden[:, -logits_to_keep:] if logits_to_keep else hidden
         else:
@@ -213,16 +233,18 @@ class TercetForCausalLM(PreTrainedModel, GenerationMixin):
         return out if kwargs.get("return_dict", True) in (True, None) else out.to_tuple()
 
     def _hidden(
-        self, tokens: Tensor, mask: Tensor | None, past: TercetCache | None, cu_seqlens: Tensor | None
+        self, tokens: Tensor, real: Tensor | None, past: TercetCache | None, cu_seqlens: Tensor | None
     ) -> Tensor:
         caches = None if past is None else past.caches
         if past is not None:
-            past.columns += tokens.shape[1]
-        real = None if mask is None else mask[:, -tokens.shape[1] :].bool()
+            past.columns, past.real = past.columns + tokens.shape[1], real
+        real = None if real is None else real[:, -tokens.shape[1] :]
         if real is None or bool(real.all()):
             return self.model.hidden(tokens, cu_seqlens, caches)
         if cu_seqlens is not None:
             raise ValueError("cu_seqlens and an attention_mask with padding are both given: packing needs no padding")
+        if past is not None and not bool(real.any()):  # a chunk of padding
+            return torch.zeros_like(self.model.embedding(tokens))
         # Tercet pads on the right, where causality hides it: move each row's real tokens to the front, and back after.
         order = torch.argsort(real.logical_not().byte(), dim=1, stable=True)
         lengths = real.sum(1) if caches is not None else None
@@ -263,9 +285,28 @@ class TercetForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.head
 
 
-def _check_arguments(input_ids: Tensor | None, kwargs: dict[str, Any]) -> None:
+class _RefuseGradients(torch.autograd.Function):
+    """Hidden states that were computed from a cache, without a graph."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ValueError(
+            "past_key_values holds tokens, and cached tokens have no gradients: to train, pass the whole sequence "
+            "without past_key_values"
+        )
+
+
+def _check_arguments(input_ids: Tensor | None, past: Any, kwargs: dict[str, Any]) -> None:
     if input_ids is None:
         raise ValueError("input_ids is missing: Tercet's models read tokens; inputs_embeds is not supported")
+    if not isinstance(past, TercetCache | None):
+        raise ValueError(
+            f"past_key_values is a {type(past).__name__}: pass the TercetCache that use_cache=True returns, or nothing"
+        )
     for name in ("output_attentions", "output_hidden_states"):
         if kwargs.get(name):
             raise ValueError(f"{name}=True is not supported: sparse attention does not compute what it would return")
@@ -274,13 +315,36 @@ def _check_arguments(input_ids: Tensor | None, kwargs: dict[str, Any]) -> None:
         raise ValueError(f"TercetForCausalLM does not support {', '.join(sorted(unknown))}: remove it")
 
 
-def _check_positions(position_ids: Tensor | None, mask: Tensor | None, tokens: Tensor) -> None:
-    """Positions follow from the mask; refuse any others, such as positions that restart within a row."""
-    if position_ids is None:
+def _real_tokens(tokens: Tensor, mask: Tensor | None, past: TercetCache | None) -> Tensor | None:
+    """[B, cached + T], False for padding; None if nothing is padding."""
+    batch, width = tokens.shape
+    cached, before = (0, None) if past is None else (past.columns, past.real)
+    if mask is None:
+        return None if before is None else F.pad(before, (0, width), value=True)
+    real = read_mask(mask.to(tokens.device), batch, width, cached + width, cached, longer=past is not None)
+    if cached and not torch.equal(real[:, :cached], torch.ones_like(real[:, :cached]) if before is None else before):
+        raise ValueError(
+            f"attention_mask {list(mask.shape)} has other padding among its first {cached} tokens than the cache: pass "
+            "the mask of the earlier calls, continued"
+        )
+    return None if before is None and bool(real.all()) else real
+
+
+def _check_positions(given: Tensor | None, tokens: Tensor, real: Tensor | None, past: TercetCache | None) -> None:
+    """Positions follow from the mask, and may count padding on the left. Refuse any others, such as positions that
+    restart within a row."""
+    if given is None:
         return
-    real = torch.ones_like(tokens) if mask is None else mask[:, -tokens.shape[1] :].long()
-    expected = real.cumsum(1) - 1
-    if bool(((position_ids != expected) & real.bool()).any()):
+    cached, width = 0 if past is None else past.columns, tokens.shape[1]
+    if real is None:
+        real = torch.ones(1, cached + width, dtype=torch.bool, device=tokens.device)
+    position = real.long().cumsum(1) - 1
+    left = real.long().argmax(1, keepdim=True)
+    padding, position = ~real[:, -width:], position[:, -width:]
+    fine = ((given == position) | padding).all(1) | ((given == position + left) | padding).all(1)
+    if cached:  # after right padding, `generate` goes on counting from the padding's position
+        fine |= real[:, :cached].sum(1) != (cached - left[:, 0]).clamp(min=0)
+    if not bool(fine.all()):
         raise ValueError(
             "position_ids do not describe one document per row: pass packed documents with cu_seqlens; to generate "
             "with use_cache=False, pad on the left"
