@@ -313,7 +313,7 @@ def layer_attention(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(attention_mask, Tensor):
         check_model(module.config)  # type: ignore[arg-type]
-        real = read_mask(attention_mask, *q.shape[:2], k.shape[1])
+        real = read_mask(attention_mask, q.shape[0], q.shape[1], k.shape[1])
         attention_mask = BatchLayout(
             read_settings(module.config), real, real.shape[1], k.shape[1], by_query=True  # type: ignore[arg-type]
         )  # fmt: skip
