@@ -58,6 +58,16 @@ def test_select_blocks_on_given_scores():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_scores_of_any_magnitude_are_ordered_and_drop_no_forced_block(count: int):
+    cfg = config(select_count=count, select_initial=1, select_local=1)
+    extremes = torch.tensor([torch.inf, torch.finfo(torch.float64).max, 1.0, 5e-324, 0.0, -0.0, -1.0, -torch.inf])
+    scores = extremes.double()[torch.randint(len(extremes), (1, 40, 1, 10))]
+    indices = tercet.select_blocks(scores, config=cfg)
+    for t in range(40):
+        assert chosen(indices, 0, t, 0) == oracle.choose(scores[0, t, 0].tolist(), t, cfg).chosen
+
+
 @pytest.mark.parametrize("documents", [None, (1, 6, 2)], ids=["plain", "packed"])
 def test_gradcheck_of_the_stages(documents, fast_mode):
     x = inputs(CFG, 9, groups=2, per_group=2, key_size=3, value_size=2, documents=documents).leaves()

@@ -159,15 +159,16 @@ def select(scores: Tensor, t: Tensor, config: NSAConfig) -> Tensor:
     j = torch.arange(num_blocks, device=scores.device)
     c = (t // config.select_block)[..., None]
     forced = (j < config.select_initial) | (j > c - config.select_local)
-    # NaN counts as 0, as in the kernels: topk ranks it above the forced blocks, and it equals nothing
-    key = torch.where(forced, torch.inf, torch.where(scores.isnan(), 0, scores))
-    key = torch.where(j > c, -torch.inf, key)
-    # topk may break ties either way: use it only for the n-th best score
-    nth = key.topk(min(n, num_blocks), dim=-1).values[..., -1:]
-    above = key > nth
-    tied = (key == nth) & (j <= c)
-    left = n - above.sum(-1, keepdim=True)
-    chosen = above | (tied & (tied.cumsum(-1) <= left))
+    free = (j <= c) & ~forced
+    # NaN counts as 0, as in the kernels: it equals nothing
+    key = torch.where(free & ~scores.isnan(), scores, torch.where(free, 0, -torch.inf))
+    # topk may break ties either way: use it only for the score of the last free block that is chosen
+    wanted = n - config.forced_blocks
+    last = key.topk(min(max(wanted, 1), num_blocks), dim=-1).values[..., -1:]
+    above = free & (key > last)
+    tied = free & (key == last)
+    best = above | (tied & (tied.cumsum(-1) <= wanted - above.sum(-1, keepdim=True)))
+    chosen = (j <= c) & (forced | best | (c < n))
     ascending = torch.where(chosen, j, num_blocks).sort(-1).values[..., :n]
     ascending = torch.where(ascending == num_blocks, -1, ascending).int()
     return torch.nn.functional.pad(ascending, (0, n - ascending.shape[-1]), value=-1)
