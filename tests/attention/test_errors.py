@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ import tercet
 from cases import SMALL, Inputs, attend, config, cu, inputs
 from tercet.attention import functional
 from tercet.attention.layout import Packing
+from tercet.model.config import RopeConfig
 from tercet.model.dense import DenseAttention
 
 CFG = config()
@@ -218,11 +220,72 @@ def test_given_blocks_out_of_order_are_rejected_when_validated(blocks: list[int]
     )
 
 
-def test_empty_inputs_are_rejected():
-    config = tercet.NSAConfig(4, 2, 8, 3, 1, 1, 6)
-    call = [torch.randn(1, 0, 2, 4), *[torch.randn(1, 0, 1, 4)] * 6, torch.randn(1, 0, 2, 3)]
-    with pytest.raises(ValueError, match=r"q has shape \[1, 0, 2, 4\]"):
-        tercet.nsa_attention(*call, config=config)
+@pytest.mark.parametrize("kind", ["NativeSparseAttention", "BlockSparseAttention", "WindowAttention", "DenseAttention"])
+def test_layers_reject_what_they_would_misread(kind: str):
+    """Inputs without elements, lists instead of tensors, and bounds of other tokens."""
+    layer = getattr(tercet, kind)(8, 2, 1, 4, config=CFG)
+    for shape in ((1, 0, 8), (0, 5, 8)):
+        refusal(lambda: layer(torch.randn(shape)), str(list(shape)), "at least one token")  # noqa: B023
+    refusal(lambda: layer(torch.randn(1, 5, 8), [0, 5]), "cu_seqlens is list", "int32 tensor")
+    packing = Packing(cu((2, 3)), 5, 5 // CFG.compress_stride, CFG)
+    for shape, words in (((1, 7, 8), "tokens 5 but the call has 7"), ((2, 5, 8), "batch 1 but the call has 2")):
+        refusal(lambda: layer(torch.randn(shape), packing), words)  # noqa: B023
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_operators_reject_inputs_without_elements(backend: str):
+    calls: tuple[Callable[[Inputs], object], ...] = (
+        lambda x: attend(x, CFG, backend),
+        lambda x: tercet.block_sparse_attention(x.q, x.ks, x.vs, config=CFG, backend=backend),
+        lambda x: tercet.window_attention(x.q, x.kw, x.vw, config=CFG),
+        lambda x: tercet.select_blocks(x.q, config=CFG),
+        lambda x: tercet.compress_mean(x.q, config=CFG),
+    )
+    for call in calls:
+        for none in (X.map(lambda v: v[:, :0]), X.map(lambda v: v[:0])):
+            refusal(lambda: call(none), str(list(none.q.shape)), "at least one element")  # noqa: B023
+    refusal(lambda: attend(X.with_(vs=X.vs[..., :0]), CFG, backend), "v_selected", "[2, 21, 2, 0]")
+
+
+def test_lists_in_place_of_tensors_are_rejected():
+    refusal(lambda: CFG.compressed_cu_seqlens([0, 5]), "cu_seqlens is list")  # type: ignore[arg-type]
+    for validate in (False, True):
+        refusal(lambda: attend(X, CFG, block_indices=[0], validate=validate), "block_indices is list")  # noqa: B023
+    refusal(lambda: attend(X, CFG, packing=[0, 21]), "packing is list")
+    refusal(lambda: attend(PACKED, CFG, cu_seqlens=cu((9, 12)), max_seqlen="12"), "max_seqlen is str")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"heads": 4.7}, "heads=4.7"),
+        ({"head_dim": 4.5}, "head_dim=4.5 must be a positive integer"),
+        *(({"rope_theta": wrong}, "rope_theta=") for wrong in (0, -1.0, math.nan, math.inf, True, "1e4")),
+        ({"rope_scaling": math.nan}, "rope_scaling=nan"),
+        ({"rope_max_wavelength": math.nan}, "rope_max_wavelength=nan"),
+        ({"rope": "linear"}, "rope is str"),
+        ({"norm_eps": -1.0}, "norm_eps=-1.0"),
+        ({"selector": "learned", "selector_dim": 4.5}, "selector_dim=4.5"),
+        ({"selector": "learned", "selector_dim": 0}, "selector_dim=0"),
+        ({"selector": "learned", "selector_rotary": 34}, "selector_rotary=34"),
+    ],
+    ids=str,
+)
+def test_sizes_that_mean_nothing_are_rejected(options: dict[str, object], words: str):
+    sizes = {"dim": 8, "heads": 2, "kv_heads": 1, "head_dim": 4} | options
+    kinds = (tercet.NativeSparseAttention, tercet.BlockSparseAttention, tercet.WindowAttention, tercet.DenseAttention)
+    for kind in kinds[: 2 if "selector" in options else 4]:
+        refusal(lambda: kind(**sizes), words)  # noqa: B023
+
+
+def test_numbers_of_caches_and_rope_settings_are_rejected():
+    layer = tercet.WindowAttention(8, 2, 1, 4, config=CFG)
+    for wrong in (0, 1.5, True, "1", math.nan):
+        refusal(lambda: layer.make_cache(wrong), "batch=")  # noqa: B023
+        refusal(lambda: layer.make_cache(1, wrong), "max_len=")  # noqa: B023
+    refusal(lambda: RopeConfig("yarn", attention_factor=math.nan), "rope.attention_factor=nan")
+    refusal(lambda: RopeConfig("llama3", original_length=4.5), "rope.original_length=4.5")  # type: ignore[arg-type]
+    refusal(lambda: RopeConfig("llama3", fast=math.inf), "rope.fast=inf")
 
 
 def test_second_derivatives_are_rejected(backend: str):

@@ -20,16 +20,20 @@ def check_config(config: object) -> None:
         raise TypeError(f"config is {type(config).__name__}: it must be a tercet.NSAConfig")
 
 
+def check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {type(x).__name__}, not a torch.Tensor")
+
+
 def check_tensors(tensors: dict[str, Tensor]) -> None:
     """All must be 4-dimensional, on one device and of one floating dtype (gates may differ in precision)."""
     first_name, first = next(iter(tensors.items()))
     for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is {type(x).__name__}, not a torch.Tensor")
+        check_tensor(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {shape_of(x)}: expected 4 axes, [batch, tokens, heads, size]")
-        if name == "q" and 0 in x.shape:
-            raise ValueError(f"q has shape {shape_of(x)}: every axis must have at least one element")
+        if x is first and 0 in x.shape:
+            raise ValueError(f"{name} has shape {shape_of(x)}: every axis must have at least one element")
         if x.device != first.device:
             raise ValueError(f"{name} is on {x.device} and {first_name} on {first.device}: move all to one device")
         if not x.dtype.is_floating_point:
@@ -59,6 +63,8 @@ def check_keys(q: Tensor, k: Tensor, v: Tensor, branch: str, tokens: int | None)
         raise ValueError(f"{k_name} has {k.shape[1]} tokens and {v_name} {v.shape[1]}: they must be equal")
     if k.shape[2] != v.shape[2]:
         raise ValueError(f"{k_name} has {k.shape[2]} heads and {v_name} {v.shape[2]}: they must be equal")
+    if v.shape[3] == 0:
+        raise ValueError(f"{v_name} has shape {shape_of(v)}: values must have at least one element")
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"{k_name} has head size {k.shape[3]} and q has {q.shape[3]}: they must be equal")
     check_group_size(q.shape[2], k.shape[2])
@@ -114,6 +120,7 @@ def check_gates(gates: Tensor, q: Tensor) -> None:
 
 
 def check_block_indices(block_indices: Tensor, q: Tensor, groups: int, config: NSAConfig) -> None:
+    check_tensor("block_indices", block_indices)
     expected = (q.shape[0], q.shape[1], groups, config.select_count)
     if tuple(block_indices.shape) != expected or block_indices.dtype != torch.int32:
         raise ValueError(
@@ -126,6 +133,7 @@ def check_block_indices(block_indices: Tensor, q: Tensor, groups: int, config: N
 
 def check_block_order(block_indices: Tensor) -> None:
     """Each query's blocks must ascend, each once, before the padding. Reads the values: synchronises on a device."""
+    check_tensor("block_indices", block_indices)
     before, after = block_indices[..., :-1], block_indices[..., 1:]
     wrong = (after >= 0) & ((before < 0) | (after <= before))
     if bool(wrong.any()):
@@ -222,7 +230,7 @@ def check_max_seqlen(max_seqlen: int | None, cu_seqlens: object) -> None:
     """max_seqlen needs cu_seqlens: unpacked rows have a known length, and a Packing has its own bound."""
     if max_seqlen is None:
         return
-    if isinstance(max_seqlen, Tensor | float):
+    if not isinstance(max_seqlen, int):
         raise TypeError(f"max_seqlen is {type(max_seqlen).__name__}: it must be an int, known on the host")
     if not isinstance(cu_seqlens, Tensor):
         found = "without cu_seqlens" if cu_seqlens is None else f"with a {type(cu_seqlens).__name__}"
@@ -231,6 +239,8 @@ def check_max_seqlen(max_seqlen: int | None, cu_seqlens: object) -> None:
 
 def check_packing(packing: Packing, q: Tensor, k_compressed: Tensor | None, config: NSAConfig) -> None:
     """A Packing must match the tensors of the call. Reads host values only."""
+    if not isinstance(packing, Packing):
+        raise TypeError(f"packing is {type(packing).__name__}: expected a Packing, or pass cu_seqlens")
     compressed = packing.compressed_length if k_compressed is None else k_compressed.shape[1]
     for name, theirs, ours in (
         ("batch", 1, q.shape[0]),

@@ -6,7 +6,9 @@ window w. Positions t are 0-based.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -31,6 +33,14 @@ def check_sizes(**sizes: int) -> None:
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} must be a positive integer")
+
+
+def check_above_zero(**numbers: float | None) -> None:
+    """None is not checked."""
+    for name, value in numbers.items():
+        if value is None or (isinstance(value, Real) and not isinstance(value, bool) and 0 < value < math.inf):
+            continue
+        raise ValueError(f"{name}={value!r} must be a finite number above 0")
 
 
 def check_group_size(heads: int, kv_heads: int) -> int:
@@ -141,6 +151,8 @@ class NSAConfig:
         """Bounds of the documents' compressed tokens, packed one after another. Does not synchronise."""
         import torch
 
+        if not isinstance(cu_seqlens, torch.Tensor):
+            raise TypeError(f"cu_seqlens is {type(cu_seqlens).__name__}: expected an int32 tensor [documents + 1]")
         lengths = cu_seqlens.diff()
         counts = ((lengths - self.compress_block).div(self.compress_stride, rounding_mode="floor") + 1).clamp_(0)
         return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(cu_seqlens.dtype)

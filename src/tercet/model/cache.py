@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tercet.attention.config import check_sizes
 from tercet.model.rope import Rotary
 
 _GROWTH = 1.5
@@ -75,10 +76,7 @@ class Cache:
     def __init__(
         self, key: dict[str, Any], batch: int, max_len: int | None, device: torch.device, dtype: torch.dtype
     ) -> None:
-        if batch < 1:
-            raise ValueError(f"batch={batch} must be at least 1")
-        if max_len is not None and max_len < 1:
-            raise ValueError(f"max_len={max_len} must be at least 1, or None for a cache that grows")
+        check_sizes(batch=batch, max_len=1 if max_len is None else max_len)
         self.key, self.batch, self.max_len, self.device, self.dtype = key, batch, max_len, device, dtype
         self._stores: dict[str, Tensor] = {}
         self.capacity = 0

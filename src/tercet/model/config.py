@@ -8,7 +8,14 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tercet.attention.config import NSAConfig, check_branches, check_group_size, reads_compressed
+from tercet.attention.config import (
+    NSAConfig,
+    check_above_zero,
+    check_branches,
+    check_group_size,
+    check_sizes,
+    reads_compressed,
+)
 
 AttentionKind = Literal["nsa", "dense", "window"]
 Branch = Literal["compressed", "selected", "window"]
@@ -96,18 +103,28 @@ class RopeConfig:
         for name in unused:
             if getattr(self, name) != plain[name]:
                 raise ValueError(f"rope.{name}={getattr(self, name)} has no effect with rope.type={self.type}: drop it")
-        if self.original_length < 1 or not 0 < self.slow < self.fast_or_default:
+        for name in ("slow", "fast", "attention_factor"):
+            check_above_zero(**{f"rope.{name}": getattr(self, name)})
+        if not isinstance(self.original_length, int) or self.original_length < 1 or self.slow >= self.fast_or_default:
             raise ValueError(
                 f"rope.original_length={self.original_length} must be at least 1, and rope.slow={self.slow:g} above 0 "
                 f"and below rope.fast={self.fast_or_default:g}"
             )
-        if self.attention_factor is not None and self.attention_factor <= 0:
-            raise ValueError(f"rope.attention_factor={self.attention_factor} must be above 0")
 
     @property
     def fast_or_default(self) -> float:
         """rope.fast, or its default for rope.type."""
         return self.fast if self.fast is not None else {"linear": 32.0, "llama3": 4.0, "yarn": 32.0}[self.type]
+
+
+def check_selector(size: int, rotary: int | None) -> None:
+    """Channels of a learned selector, and how many of them RoPE rotates (None: half)."""
+    check_sizes(selector_dim=size)
+    if rotary is not None and rotary not in range(0, size + 1, 2):
+        raise ValueError(
+            f"selector_rotary={rotary} is not an even number of at most selector_dim={size}: "
+            f"use {max(0, min(int(rotary), size)) // 2 * 2}"
+        )
 
 
 class ModelConfig(BaseModel):
@@ -224,12 +241,7 @@ class ModelConfig(BaseModel):
             raise ValueError(f"head_dim={self.head_dim} is odd: RoPE rotates pairs, use {self.head_dim + 1}")
         if self.rope.type == "yarn" and self.rope_theta <= 1:
             raise ValueError(f"rope_theta={self.rope_theta} must be above 1 for rope.type=yarn: 10000 is usual")
-        rotary = self.selector_rotary
-        if rotary is not None and (rotary % 2 or rotary > self.selector_dim):
-            raise ValueError(
-                f"selector_rotary={rotary} is not an even number of at most selector_dim={self.selector_dim}: "
-                f"use {min(rotary, self.selector_dim) // 2 * 2}"
-            )
+        check_selector(self.selector_dim, self.selector_rotary)
         layer_kinds(self.attention, self.layers)
         return self
 
@@ -310,7 +322,7 @@ class Sampling:
     def __post_init__(self) -> None:
         rules = {
             "temperature": (self.temperature >= 0, "at least 0 (0 is greedy)"),
-            "top_k": (self.top_k >= 0, "at least 0 (0 is all tokens)"),
+            "top_k": (isinstance(self.top_k, int) and self.top_k >= 0, "at least 0 (0 is all tokens)"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "repetition_penalty": (self.repetition_penalty > 0, "above 0 (1 is none)"),
         }

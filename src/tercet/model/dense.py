@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tercet.attention.config import NSAConfig
+from tercet.attention.config import NSAConfig, check_above_zero
 from tercet.attention.dense import dense_attention, dense_route
 from tercet.attention.layout import Packing
 from tercet.model import decode
@@ -48,6 +48,7 @@ class DenseAttention(AttentionLayer):
             dim, heads, kv_heads, head_dim, value_dim, key_sets=1, value_sets=1, bias=bias,
             rotary=Rotary(head_dim, rope_theta, rope_scaling, rope_max_wavelength, rope),
         )  # fmt: skip
+        check_above_zero(norm_eps=norm_eps)
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
         self._route = ("sdpa", None)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from tercet.attention.checks import check_max_seqlen, make_packing
+from tercet.attention.checks import check_max_seqlen, check_packing, make_packing
 from tercet.attention.config import NSAConfig, check_group_size, check_sizes
 from tercet.attention.dispatch import Route
 from tercet.attention.layout import Packing
@@ -149,13 +149,17 @@ class AttentionLayer(nn.Module):
         """
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x has shape {list(x.shape)}: expected 3 axes, [batch, tokens, {self.dim}]")
+        if 0 in x.shape:
+            raise ValueError(f"x has shape {list(x.shape)}: expected at least one token")
         check_max_seqlen(max_seqlen, cu_seqlens)
         if cache is not None:
             if cu_seqlens is not None:
                 raise ValueError("cu_seqlens and cache were both given: a cache holds one document per row")
             return self._forward_cached(x, cache, lengths, rope)
         check_lengths_have_cache(lengths)
-        if isinstance(cu_seqlens, Tensor):
+        if isinstance(cu_seqlens, Packing):
+            check_packing(cu_seqlens, x, None, self.config or cu_seqlens.config)
+        elif cu_seqlens is not None:
             # a layer without a config has no compressed tokens
             count = 0 if self.config is None else None
             cu_seqlens = make_packing(cu_seqlens, x, self.config or NSAConfig(), count, max_seqlen)

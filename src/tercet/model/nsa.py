@@ -13,6 +13,7 @@ from tercet.attention.checks import check_config
 from tercet.attention.config import (
     BRANCHES,
     NSAConfig,
+    check_above_zero,
     check_branches,
     kv_sets,
     reads_compressed,
@@ -145,6 +146,7 @@ class NativeSparseAttention(SelectingLayer):
             selector, dim, kv_heads, selector_dim, self.config, self.rotary, selector_rotary, backend
         )
         self.random_blocks = RandomBlocks(kv_heads, self.config) if selector == "random" else None
+        check_above_zero(norm_eps=norm_eps)
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if qk_norm else None
         self.k_norms = (
             nn.ModuleList(nn.RMSNorm(head_dim, eps=norm_eps) for _ in range(self.key_sets)) if qk_norm else None

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tercet.attention.config import NSAConfig
+from tercet.attention.config import NSAConfig, check_above_zero, check_sizes
 from tercet.attention.hardware import kernels_run_on
 from tercet.attention.layout import Packing
 from tercet.model.config import RopeConfig
@@ -46,12 +46,12 @@ class Rotary:
         max_wavelength: float = 0.0,
         rope: RopeConfig | None = None,
     ) -> None:
+        check_sizes(head_dim=size)
         if size % 2:
             raise ValueError(f"head_dim={size} is odd: RoPE rotates pairs, use an even size")
-        if theta <= 0 or scaling <= 0:
-            raise ValueError(f"rope_theta={theta} and rope_scaling={scaling} must be above 0")
-        if max_wavelength < 0:
-            raise ValueError(f"rope_max_wavelength={max_wavelength} must be at least 0")
+        check_above_zero(rope_theta=theta, rope_scaling=scaling, rope_max_wavelength=max_wavelength or None)
+        if not isinstance(rope, RopeConfig | None):
+            raise TypeError(f"rope is {type(rope).__name__}: it must be a tercet.model.config.RopeConfig")
         self.size, self.theta, self.scaling = size, float(theta), float(scaling)
         self.max_wavelength = float(max_wavelength)
         self.rope = RopeConfig() if rope is None else rope

@@ -21,6 +21,7 @@ from tercet.attention.first_order import first_order
 from tercet.attention.layout import Packing, keep_selection
 from tercet.attention.selector import block_lse
 from tercet.model.cache import NewTokens
+from tercet.model.config import check_selector
 from tercet.model.nsa_cache import NSACache
 from tercet.model.rope import CosSin, Rotary, rotate_first
 
@@ -233,6 +234,7 @@ def build_selector(
         raise ValueError(f"selector={kind!r} is unknown: pick one of {', '.join(SELECTORS)}")
     if kind != "learned":
         return None
+    check_selector(size, rotated)
     rotated = rotated_channels(size, rotated)
     rotary = rope.of_size(rotated) if rotated else None
     return BlockSelector(dim, kv_heads, size, config, rotary, backend)
