@@ -7,6 +7,9 @@ import torch
 
 import tercet
 from cases import Inputs, attend, cu, inputs, judge, one_branch, wrong_sets
+from tercet.attention.kernels import compressed, window
+from tercet.attention.kernels.table import Launch
+from tercet.attention.kernels.varlen import Documents
 
 pytestmark = pytest.mark.interpreter
 
@@ -152,3 +155,26 @@ def test_branches_left_out_and_blocks_given() -> None:
         for name, f, r in zip(NAMES, found, right, strict=True):
             zero = r is None or not r.any()
             assert (f is None or not f.any()) if zero else relative(f, r) < 1e-5, name
+
+
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("window_size", [20, 300])
+def test_what_is_not_finite_reaches_no_other_document(tma: bool, window_size: int) -> None:
+    """TMA loads whole tiles, which reach into the next document."""
+    cfg, bounds = config(window=window_size), torch.tensor([0, 70, 110, 140], dtype=torch.int32)
+    q, k, v = (torch.randn(1, 140, heads, 16) for heads in (2, 1, 1))
+    documents = Documents(1, 140, cfg.num_compressed(140), bounds, cfg.compressed_cu_seqlens(bounds))
+    launch = Launch(rows=32, keys=32, stages=1, tma=tma)
+
+    def outputs() -> tuple[torch.Tensor, ...]:
+        kc, vc = (tercet.compress_mean(x, config=cfg, cu_seqlens=bounds) for x in (k, v))
+        of_compressed = compressed.forward(q, kc[:, : documents.compressed_length], vc, cfg, documents, launch)[0]
+        return of_compressed, window.forward(q, k, v, cfg.window, documents, launch)[0]
+
+    expected = outputs()
+    for x in (q, k, v):
+        x[0, [70, 109]] = torch.nan
+    for found, wanted in zip(outputs(), expected, strict=True):
+        assert torch.equal(found[:, :70], wanted[:, :70])
+        assert torch.equal(found[:, 110:], wanted[:, 110:])
+        assert found[:, 109].isnan().all()

@@ -92,6 +92,28 @@ def test_padding_after_the_compressed_tokens_is_ignored_whatever_it_holds(bounds
             assert torch.count_nonzero(v.grad[:, -5:]) == 0
 
 
+@pytest.mark.parametrize("documents", [None, "known", "not read"], ids=lambda kind: f"documents={kind}")
+def test_what_is_not_finite_reaches_no_other_document_and_no_earlier_query(documents, backend: str, request):
+    """Other documents, and other sequences of a batch."""
+    cfg = config()
+    lengths = None if documents is None else (17, 22, 6)
+    if documents == "not read":
+        request.getfixturevalue("as_on_a_device")
+    x = inputs(cfg, 45, batch=2 if lengths is None else 1, documents=lengths)
+    expected = attend(x, cfg, backend, cu_seqlens=cu(lengths))
+    row, first, end, at = (0, 0, 45, 30) if lengths is None else (0, 17, 39, 30)
+    compressed = compressed_length(at - first, cfg) + (0 if lengths is None else compressed_length(17, cfg))
+    for name in ("q", "kc", "vc", "ks", "vs", "kw", "vw"):
+        for value in (torch.nan, torch.inf):
+            spoiled = getattr(x, name).clone()
+            spoiled[row, compressed if name in ("kc", "vc") else at] = value
+            out = attend(x.with_(**{name: spoiled}), cfg, backend, cu_seqlens=cu(lengths))
+            own = torch.zeros_like(out, dtype=torch.bool)
+            own[row, at:end] = True
+            torch.testing.assert_close(out[~own], expected[~own], rtol=1e-12, atol=1e-12)
+            assert not out[own].isfinite().all()
+
+
 def test_many_documents_of_one_token(backend: str):
     cfg = config()
     documents = [1] * 13

@@ -260,8 +260,8 @@ class Buckets:
 
 def document_buckets(packing: Packing | None, span: Span) -> Buckets | None:
     """The documents of a whole packed sequence as batches, on which the reference is fastest; None if it has to run on
-    the sequence as it is."""
-    return packing.buckets if packing is not None and span is WHOLE else None
+    the sequence as it is. torch.compile traces no buckets."""
+    return packing.buckets if packing is not None and span is WHOLE and not torch.compiler.is_compiling() else None
 
 
 def fill_buckets(bounds: list[tuple[int, int, int, int]], config: NSAConfig) -> Buckets:

@@ -133,6 +133,11 @@ class _TiledAttention(torch.autograd.Function):
         h = heads // groups
         rows, values = _by_group(q, groups) * width**-0.5, _by_group(v, groups)
         columns = _columns(_by_group(k, groups))
+        # 0 · NaN is NaN: values that are not finite become 0, and queries that give them any weight NaN
+        finite = values.isfinite().all(-1, keepdim=True)
+        readable = finite.device.type == "cpu" and not torch.compiler.is_compiling()
+        spoiled = None if readable and finite.all() else (~finite).to(values.dtype)
+        values = values if spoiled is None else torch.where(finite, values, 0)
         out = rows.new_zeros(batch * groups, length * h, v.shape[-1])
         # +inf makes p = exp(-inf) = 0 in the backward pass for rows without keys
         lse = rows.new_full((batch * groups, length * h), torch.inf)
@@ -149,8 +154,10 @@ class _TiledAttention(torch.autograd.Function):
             p = s.sub_(highest).exp_()
             total = p.sum(-1, keepdim=True)
             share = torch.where(total > 0, total, 1).reciprocal_()
-            torch.bmm(p, values[:, tile.keys], out=out[:, mine])
-            out[:, mine] *= share
+            found = torch.bmm(p, values[:, tile.keys]).mul_(share)
+            if spoiled is not None:
+                found.masked_fill_(torch.bmm(p, spoiled[:, tile.keys]) != 0, torch.nan)
+            out[:, mine] = found
             lse[:, mine] = torch.where(total > 0, highest + total.log(), torch.inf)[..., 0]
             if on_tile is not None:
                 on_tile(tile, p.mul_(share).view(batch, groups, count, h, keys))
@@ -181,7 +188,7 @@ class _TiledAttention(torch.autograd.Function):
             d_values[:, tile.keys].baddbmm_(p.mT, mine_out)
             d_p = torch.bmm(mine_out, value_columns[..., tile.keys], out=d_scratch.take(*p.shape))
             d_s = d_p.sub_(delta[:, mine]).mul_(p)
-            torch.bmm(d_s, keys[:, tile.keys], out=d_rows[:, mine])
+            d_rows[:, mine] = torch.bmm(d_s, keys[:, tile.keys])
             d_keys[:, tile.keys].baddbmm_(d_s.mT, mine_rows)
         d_q = _from_group(d_rows.mul_(width**-0.5), batch, length).to(q.dtype)
         d_k, d_v = _from_group(d_keys, batch, k.shape[1]), _from_group(d_values, batch, v.shape[1])

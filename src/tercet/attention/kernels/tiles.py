@@ -34,8 +34,8 @@ def load_tile(
 
     Plain loads return zeros for the others; WHOLE says that there are none. TMA returns whatever is in memory (zeros
     past the end of the tensor): padding, or rows of another document. Their weight is 0, which is fine if they are
-    finite; CLEAN zeroes them, at some cost. The compressed forward does (hopper/forward.py does for the window too).
-    Other kernels clean only padding: a NaN in one document may reach the gradients of its neighbours in these two
+    finite; CLEAN zeroes them, at some cost, as the forward kernels do with values (and hopper/forward.py does). The
+    backward kernels clean only padding: a NaN in one document may reach the gradients of its neighbours in these two
     branches, but the optimizer skips a step with any NaN."""
     i = tl.arange(0, N)
     if TMA:

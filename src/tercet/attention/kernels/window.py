@@ -65,7 +65,7 @@ def window_forward_kernel(
         begin, whole, edge, end = window_tiles(first, size, W, M, N)
         for i in tl.range(begin, whole, N):
             k = load_tile(K, KD, start + i, size - i, g, k_t, DK, DKP, N, TMA, False)
-            v = load_tile(V, VD, start + i, size - i, g, v_t, DV, DVP, N, TMA, False)
+            v = load_tile(V, VD, start + i, size - i, g, v_t, DV, DVP, N, TMA, False, True)
             seen = in_window(position, i, W, M, N, True)
             m, l, acc = softmax_step(q, k, v, seen, m, l, acc, scale, True)
         for i in tl.range(whole, edge, N):
@@ -74,7 +74,7 @@ def window_forward_kernel(
             m, l, acc = softmax_step(q, k, v, None, m, l, acc, scale, False)
         for i in tl.range(edge, end, N):
             k = load_tile(K, KD, start + i, size - i, g, k_t, DK, DKP, N, TMA, False)
-            v = load_tile(V, VD, start + i, size - i, g, v_t, DV, DVP, N, TMA, False)
+            v = load_tile(V, VD, start + i, size - i, g, v_t, DV, DVP, N, TMA, False, True)
             seen = in_window(position, i, W, M, N, False)
             m, l, acc = softmax_step(q, k, v, seen, m, l, acc, scale, True)
         finish(O, LSE, row0 + position, position < size, head, m, l, acc, rows, H, DV, DVP)
