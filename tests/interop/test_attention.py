@@ -132,6 +132,11 @@ def test_padding_changes_nothing(sparse, side: str, given_positions: bool):
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
+def test_a_batch_of_nothing_but_padding_is_finite(sparse):
+    logits, gradients = run(sparse, some_tokens(2, 20), attention_mask=torch.zeros(2, 20, dtype=torch.long))
+    assert all(x.isfinite().all() for x in (logits, *gradients.values()))
+
+
 @pytest.mark.parametrize("dense_below", [0, 40])
 @pytest.mark.parametrize(("padded", "given_positions"), [(False, False), (True, False), (True, True)])
 def test_tokens_after_a_cache_equal_whole_sequences(sparse, dense_below: int, padded: bool, given_positions: bool):

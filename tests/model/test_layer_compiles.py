@@ -80,6 +80,13 @@ def test_a_block_sparse_layer_compiles_to_one_graph(monkeypatch, kernels, packed
     assert layer.routes == ({"dense": "sdpa"} if dense_below == 100 else {"selected": "triton"})
 
 
+@pytest.mark.parametrize("kind", ["NativeSparseAttention", "BlockSparseAttention"])
+def test_the_reference_compiles_to_one_graph(kind: str) -> None:
+    layer = getattr(tercet, kind)(32, 4, 2, 8, config=CONFIG)
+    check_compiles(layer, [0, 3, 70] if kind == "NativeSparseAttention" else None)
+    assert set(layer.routes.values()) == {"reference"}
+
+
 def test_a_new_document_count_does_not_recompile(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> None:
     monkeypatch.setattr(kernels, "nsa", fake_kernels)
     monkeypatch.setattr(layout, "_read_bounds", lambda *bounds: None)  # as on a device

@@ -213,7 +213,8 @@ class BatchLayout:
         batch, width = q.shape[:2]
         nsa = self.settings.nsa
         column = torch.arange(batch * width, device=q.device)
-        real = None if self.real is None else self.real.to(q.device).flatten()
+        # nothing but padding has no tokens to pack, and its outputs have no meaning
+        real = None if self.real is None or not self.real.any() else self.real.to(q.device).flatten()
         if real is not None:
             column = column[real]
         if cu_seqlens is not None:
