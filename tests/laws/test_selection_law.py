@@ -8,6 +8,7 @@ from hypothesis import given
 
 from cases import Case, attend, cases, chosen, config, cu, inputs, judge, one_branch, wrong_sets
 from oracle import forced_blocks
+from tercet.model.block_sparse import attend_tokens
 
 
 @given(case=cases())
@@ -64,6 +65,23 @@ def test_a_nan_compressed_key_shows_in_the_output_and_drops_no_block(backend: st
             assert forced_blocks(t, cfg) <= set(blocks)
             assert len(blocks) == min(cfg.select_count, t // cfg.select_block + 1)
     assert not attend(x, cfg, backend, branches=("selected",)).isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("apart", [1, 95, 140])
+def test_scores_are_ordered_however_far_they_are_below_the_largest(apart: int, dtype: torch.dtype, backend: str):
+    """In a whole sequence, and in tokens after a cache. Single precision holds no weight of logits 104 apart."""
+    cfg = config(compress_block=4, compress_stride=4, select_count=3, select_initial=1, select_local=1)
+    x = inputs(cfg, 40, groups=1, per_group=1, key_size=1, value_size=1, dtype=dtype)
+    logits = (
+        torch.tensor([0, *range(-apart - 8, -apart), 0]).view(1, 10, 1, 1).to(dtype)
+    )  # the forced block 0 dominates
+    x = x.with_(q=torch.ones_like(x.q), kc=logits, vc=torch.zeros_like(logits))
+    _, aux = attend(x, cfg, backend, return_aux=True)
+    assert chosen(aux.block_indices, 0, 39, 0) == [0, 8, 9]
+    values = torch.arange(40).view(x.vs.shape).to(dtype) // 4
+    out, _ = attend_tokens(x.q[:, -1:], torch.zeros_like(x.ks), values, logits, torch.tensor([[39]]), cfg)
+    assert out.item() == pytest.approx((0 + 8 + 9) / 3, rel=1e-3)
 
 
 def test_scores_come_from_the_sum_over_the_heads_of_a_group(backend: str):

@@ -118,7 +118,7 @@ def tiled_attention(
 ) -> Tensor:
     """softmax(q kᵀ · Dk^-½) v over each tile's visible keys; 0 for a query that sees none.
 
-    `on_tile` is called in the forward pass with each tile and its probabilities [B, G, C, h, S].
+    `on_tile` is called in the forward pass with each tile and its probabilities, fp64 [B, G, C, h, S].
     """
     return _TiledAttention.apply(q, k, v, tiles, on_tile)
 
@@ -151,7 +151,10 @@ class _TiledAttention(torch.autograd.Function):
                 continue
             s = _scores(rows[:, mine], columns[..., tile.keys], tile, (batch, groups, h), scratch)
             highest = s.amax(-1, keepdim=True).clamp_(min=torch.finfo(s.dtype).min)
-            p = s.sub_(highest).exp_()
+            s.sub_(highest)
+            # in fp32, weights would lose their order below 1e-38 of the largest, logits 87 apart
+            wide = None if on_tile is None else s.double().exp()
+            p = s.exp_()
             total = p.sum(-1, keepdim=True)
             share = torch.where(total > 0, total, 1).reciprocal_()
             found = torch.bmm(p, values[:, tile.keys]).mul_(share)
@@ -159,8 +162,8 @@ class _TiledAttention(torch.autograd.Function):
                 found.masked_fill_(torch.bmm(p, spoiled[:, tile.keys]) != 0, torch.nan)
             out[:, mine] = found
             lse[:, mine] = torch.where(total > 0, highest + total.log(), torch.inf)[..., 0]
-            if on_tile is not None:
-                on_tile(tile, p.mul_(share).view(batch, groups, count, h, keys))
+            if on_tile is not None and wide is not None:
+                on_tile(tile, wide.mul_(share).view(batch, groups, count, h, keys))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.tiles = tiles
         return _from_group(out, batch, length).to(v.dtype)

@@ -282,18 +282,19 @@ def _compressed(
     else:
         k, v = held
         p, visible = compressed_weights(rows, k, t, config)
-        out = torch.einsum("bgchs,bsgd->bcghd", p, v.to(rows.dtype))
+        out = torch.einsum("bgchs,bsgd->bcghd", p.to(rows.dtype), v.to(rows.dtype))
         read = visible.sum(-1)[..., None].expand(-1, -1, groups)
         importance = block_importance(p.sum(3), 0, num_blocks, config)
     return out, read, select(importance, t[:, None], config).transpose(1, 2)
 
 
 def compressed_weights(rows: Tensor, k: Tensor, t: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """Weights [B, G, C, h, S] of scaled queries [B, C, G, h, D] at positions t [B, C] for compressed keys k, and which
-    keys they see [B, C, S]."""
+    """Weights, fp64 [B, G, C, h, S] as in `tiled_attention`, of scaled queries [B, C, G, h, D] at positions t [B, C] for
+    compressed keys k, and which keys they see [B, C, S]."""
     i = torch.arange(k.shape[1], device=rows.device)
     visible = i * config.compress_stride + config.compress_block <= t[..., None] + 1
-    return softmax(torch.einsum("bcghd,bsgd->bgchs", rows, k.to(rows.dtype)), visible[:, None, :, None]), visible
+    s = torch.einsum("bcghd,bsgd->bgchs", rows, k.to(rows.dtype))
+    return softmax(s.double(), visible[:, None, :, None]), visible
 
 
 def attend_selected(
