@@ -467,7 +467,7 @@ def test_suggested_commands_can_be_pasted_whatever_the_folder_name(capsys, tmp_p
     made = run(capsys, "data", "prepare", *source, "--workers", "1", "--out", "my shards")[1]
     assert "--data.source shards --data.path 'my shards' --data.tokenizer byte\n" in made
 
-    imported = SimpleNamespace(exact_length=None, restored=False, run=small())
+    imported = SimpleNamespace(exact_length=None, restored=False, notes=(), run=small())
     monkeypatch.setattr("tercet.interop.huggingface.import_hf.import_model", lambda *_, **__: imported)
     Path("theirs").mkdir()
     made = run(capsys, "import", "hf", "theirs", "my model")[1]

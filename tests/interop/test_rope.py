@@ -17,7 +17,7 @@ import tercet
 from interop.test_import import NSA, SIZES, dense_model
 from tercet.config.load import load, to_toml
 from tercet.errors import TercetError
-from tercet.interop.huggingface.dense_weights import model_config
+from tercet.interop.huggingface.dense_weights import model_config, read_config
 from tercet.interop.huggingface.export import export, export_dense
 from tercet.interop.huggingface.import_hf import import_model
 from tercet.interop.huggingface.rope import rope_parameters
@@ -94,31 +94,35 @@ def as_dict(config: LlamaConfig) -> dict[str, Any]:
     return content
 
 
+def settings(content: dict[str, Any]) -> ModelConfig:
+    """As an import reads a config.json."""
+    return model_config(read_config(content).to_dict(), {"attention": "dense", "nsa": NSA})
+
+
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("name", REAL)
 def test_frequencies_are_those_of_transformers(name: str, size: int):
     theirs = LlamaConfig(
         hidden_size=4 * size, num_attention_heads=4, max_position_embeddings=131072, rope_parameters=dict(REAL[name])
     )
-    ours = model_config(as_dict(theirs), {"attention": "dense", "nsa": NSA})
+    ours = settings(as_dict(theirs))
     rotary = Rotary(ours.head_dim, ours.rope_theta, ours.rope_scaling, rope=ours.rope)
     wanted, factor = ROPE_INIT_FUNCTIONS[REAL[name]["rope_type"]](theirs, torch.device("cpu"))
     torch.testing.assert_close(rotary.frequencies(torch.device("cpu")).float(), wanted, rtol=2e-6, atol=0)
     assert rotary.attention_factor == pytest.approx(factor)
     again = as_dict(theirs) | {"rope_parameters": rope_parameters(ours, 131072)}
-    assert model_config(again, {"attention": "dense", "nsa": NSA}) == ours
+    assert settings(again) == ours
 
 
 def test_old_names_of_the_fields_and_a_missing_factor_are_understood():
     old = as_dict(SMALL["llama3"])
     scaling = old.pop("rope_parameters")
     theta, kind = scaling.pop("rope_theta"), scaling.pop("rope_type")
-    options = {"attention": "dense", "nsa": NSA}
-    expected = model_config(as_dict(SMALL["llama3"]), options)
-    assert model_config({**old, "rope_theta": theta, "rope_scaling": {"type": kind, **scaling}}, options) == expected
+    expected = settings(as_dict(SMALL["llama3"]))
+    assert settings({**old, "rope_theta": theta, "rope_scaling": {"type": kind, **scaling}}) == expected
     yarn = as_dict(SMALL["yarn"])
     yarn["rope_parameters"]["factor"] = None
-    assert model_config(yarn, options).rope_scaling == SIZES["max_position_embeddings"] / 32
+    assert settings(yarn).rope_scaling == SIZES["max_position_embeddings"] / 32
 
 
 @pytest.mark.parametrize("kind", SMALL)
@@ -197,10 +201,9 @@ def test_unrotated_channels_stay_so_wherever_the_model_goes(kind: str, tmp_path)
 @pytest.mark.parametrize("limit", [5.0, 7.0, 300.0, 6000.0, 1e6])
 def test_a_wavelength_limit_is_found_in_the_factors_of_channels(limit: float, scaling: float):
     theirs = as_dict(LlamaConfig(hidden_size=256, num_attention_heads=4, rope_theta=1e4))
-    options = {"attention": "dense", "nsa": NSA}
     limited = ModelConfig(head_dim=64, rope_theta=1e4, rope_scaling=scaling, rope_max_wavelength=limit)
     theirs["rope_parameters"] = json.loads(json.dumps(rope_parameters(limited, 2048)))
-    found = model_config(theirs, options)
+    found = settings(theirs)
     wanted, frequencies = (
         Rotary(64, 1e4, c.rope_scaling, c.rope_max_wavelength).frequencies(torch.device("cpu"))
         for c in (limited, found)
@@ -208,7 +211,7 @@ def test_a_wavelength_limit_is_found_in_the_factors_of_channels(limit: float, sc
     torch.testing.assert_close(frequencies, wanted, rtol=1e-12, atol=0)
     # without any rotated channel, scaling is unknown
     assert found.rope_scaling == pytest.approx(scaling if wanted.any() else 1.0)
-    assert model_config(theirs | {"tercet": limited.model_dump(mode="json")}, options).rope_max_wavelength == limit
+    assert settings(theirs | {"tercet": limited.model_dump(mode="json")}).rope_max_wavelength == limit
 
 
 def longrope(factors: list[Any], **changes: Any) -> dict[str, Any]:
@@ -220,7 +223,7 @@ def longrope(factors: list[Any], **changes: Any) -> dict[str, Any]:
     ("change", "words"),
     [
         ({"rope_type": "dynamic"}, "rope_type='dynamic' cannot be imported: supported are default, linear"),
-        ({"rope_type": "longrope"}, "config.json has no short_factor for rope_type='longrope'"),
+        ({"rope_type": "longrope"}, "config.json has a value of the wrong type, or values that contradict each other"),
         (longrope([1, 1, 1]), "short_factor has 3 entries, but head_dim=8 needs 4"),
         (longrope([1, 1, 1, 1e30], long_factor=[1, 1, 2, 1e30]), "Tercet's RoPE is the same at all lengths"),
         (longrope([1, 1, 2, 1e30]), "one factor for all channels that are rotated"),
@@ -228,10 +231,13 @@ def longrope(factors: list[Any], **changes: Any) -> dict[str, Any]:
         (longrope([1, 1, 1, 1e30], attention_factor=1.1), "with attention_factor=1.1 and factors 1 to 1e+30"),
         (longrope([1, 1, 1, 1e30], attention_factor=None), "with attention_factor=1.26491 and factors 1 to 1e+30"),
         (longrope([1, 1, 1, "x"]), "config.json has a value of the wrong type"),
-        ({"low_freq_factor": None}, "config.json has no low_freq_factor for rope_type='llama3'"),
+        ({"low_freq_factor": None}, "config.json has a value of the wrong type"),
         ({"factor": None}, "config.json has no factor for rope_type='llama3'"),
         ({"high_freq_factor": 0.5}, "rope.slow=1 above 0 and below rope.fast=0.5"),
-        ({"original_max_position_embeddings": 0.5}, "rope.original_length=0 must be at least 1"),
+        (
+            {"original_max_position_embeddings": 0.5},
+            "original_max_position_embeddings=0.5 cannot be imported: use a whole number",
+        ),
         ({"factor": -1.0}, "config.json: rope_scaling: "),
         ({"factor": "x"}, "config.json has a value of the wrong type"),
         ({"partial_rotary_factor": 0.5}, "Tercet rotates whole heads; pick a model"),

@@ -26,6 +26,7 @@ def hf(
     selector: Literal["compressed", "learned"] | None = None,
     seq_len: int | None = None,
     seed: int = 1337,
+    check: bool = True,
 ) -> int:
     """Import a dense Llama- or Qwen-style checkpoint, or a Tercet export, to continue training from it.
 
@@ -46,6 +47,8 @@ def hf(
             projections (learned). Two-branch: always learned.
         seq_len: Sequence length to train with; default: the model's own, at most 4096.
         seed: Random seed for newly initialized weights.
+        check: Compare logits with those of transformers, of as many layers and tokens as are affordable; an import that
+            differs is an error.
     """
     if not source.is_dir():
         raise UsageError(
@@ -76,9 +79,11 @@ def hf(
         )
     from tercet.interop.huggingface.import_hf import batch_settings, import_model
 
-    imported = import_model(source, out, **options, seq_len=seq_len, seed=seed)
+    imported = import_model(source, out, **options, seq_len=seq_len, seed=seed, check=check)
     if imported.restored:
         print("restored the settings that the model was exported with")
+    for note in imported.notes:
+        print(note)
     model, two_stages = imported.run.model, imported.run.model.selector == "learned" and not imported.restored
     if imported.exact_length is not None:
         gated = "nsa" in model.attention_kinds and model.gate != "none"

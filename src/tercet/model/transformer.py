@@ -93,6 +93,8 @@ class Transformer(nn.Module):
 
         Draws from torch's global generator. Gates and the last layer of φ start at zero.
         """
+        if self.embedding.weight.is_meta:  # nothing to initialize
+            return
         std = self.config.init_std
         residual_std = std / (2 * self.config.layers) ** 0.5
         nn.init.normal_(self.embedding.weight, std=std)

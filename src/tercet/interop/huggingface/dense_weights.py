@@ -18,16 +18,20 @@ A block-sparse layer has a dense layer's weights. Learned selectors are newly in
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from tercet.attention.config import BRANCHES
 from tercet.interop.huggingface.rope import ForeignModelError, rope_settings
 from tercet.model.config import ModelConfig
 from tercet.model.nsa import NativeSparseAttention
 from tercet.model.transformer import Block, Transformer
+from tercet.parse import describe
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Weights of learned selectors, next to those of the family. Names and shapes are a Transformer's.
@@ -35,16 +39,35 @@ SELECTOR_WEIGHTS = "tercet_selector.safetensors"
 Cover = Literal["selected", "window"]
 
 
-def exact_length(config: ModelConfig, hf_config: Mapping[str, Any], cover: Cover) -> int | None:
-    """Tokens up to which every layer sees what it saw before, so that the import equals the original; None: always."""
+def read_config(content: Mapping[str, Any]) -> PretrainedConfig:
+    """A config.json as transformers reads it: with the defaults of its class, old fields under their new names."""
+    family = content.get("model_type")
+    if family not in FAMILIES:
+        raise ForeignModelError(
+            f"model_type={family!r} cannot be imported: supported are {', '.join(FAMILIES)} and tercet"
+        )
+    try:
+        config = CONFIG_MAPPING[family].from_dict(deepcopy(dict(content)))
+        config.standardize_rope_params()  # again, as RoPE does: original_max_position_embeddings may be outside
+        return config
+    except Exception as error:  # of many kinds
+        raise ForeignModelError(
+            f"config.json has a value of the wrong type, or values that contradict each other ({describe(error)}): "
+            "copy it again"
+        ) from None
+
+
+def exact_length(config: ModelConfig, windows: Sequence[int | None], cover: Cover) -> int | None:
+    """Tokens up to which every layer sees what it saw before, so that the import equals the original; None: always.
+    windows: those of the original."""
     nsa = config.nsa
     blocks = max(config.dense_below, nsa.selected_tokens)
-    reach = {
-        "nsa": nsa.window if cover == "window" and config.gate != "none" else blocks,
-        "dense": None,
-        "window": None if _sliding_window(hf_config) else nsa.window,
-    }
-    limits = [limit for kind in set(config.attention_kinds) if (limit := reach[kind]) is not None]
+    sparse = nsa.window if cover == "window" and config.gate != "none" else blocks
+    limits = [
+        sparse if kind == "nsa" else nsa.window
+        for kind, window in zip(config.attention_kinds, windows, strict=True)
+        if window is None and kind != "dense"
+    ]
     return min(limits, default=None)
 
 
@@ -59,48 +82,54 @@ def saved_options(saved: ModelConfig) -> dict[str, Any]:
     return dict(saved)
 
 
-def _sliding_window(hf_config: Mapping[str, Any]) -> int | None:
-    """The window of a model whose layers all have one; only Mistral's configuration says that."""
-    return hf_config.get("sliding_window") if hf_config.get("model_type") == "mistral" else None
+def sliding_windows(hf_config: Mapping[str, Any]) -> list[int | None]:
+    """The sliding window of each layer; None: it sees the whole context."""
+    family, layers, window = hf_config["model_type"], hf_config["num_hidden_layers"], hf_config.get("sliding_window")
+    kinds, full = hf_config.get("layer_types"), "full_attention"
+    if family in ("llama", "mistral"):  # layer_types change nothing but their caches
+        runs = [full if window is None or family == "llama" else "sliding_attention"] * layers
+        agree = kinds in (None, runs) and (window is None or family == "mistral")
+    else:
+        runs = kinds
+        agree = len(runs) == layers and {*runs} <= {full, "sliding_attention"} and (window or {*runs} == {full})
+    if not agree or (window is not None and window < 1):
+        raise ForeignModelError(
+            f"sliding_window={window} cannot be imported: {family} has no such windows (layer_types={kinds})"
+        )
+    return [None if kind == full else window for kind in runs]
 
 
 def model_config(hf_config: Mapping[str, Any], chosen: Mapping[str, Any]) -> ModelConfig:
-    """The ModelConfig for a config.json and the chosen NSA options; raises if Tercet cannot represent the model."""
-    family = hf_config.get("model_type")
-    if family not in FAMILIES:
-        raise ForeignModelError(
-            f"model_type={family!r} cannot be imported: supported are {', '.join(FAMILIES)} and tercet"
-        )
-    _check_supported(hf_config, chosen)
+    """The ModelConfig for the content of a config.json as `read_config` reads it and the chosen NSA options; raises if
+    Tercet cannot represent the model."""
+    family = hf_config["model_type"]
+    _check_supported(hf_config)
     heads = int(hf_config["num_attention_heads"])
     described = {
         "dim": hf_config["hidden_size"],
         "layers": hf_config["num_hidden_layers"],
         "heads": heads,
-        "kv_heads": hf_config.get("num_key_value_heads") or heads,
-        "head_dim": hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
+        "kv_heads": hf_config["num_key_value_heads"],
+        "head_dim": hf_config.get("head_dim") or hf_config["hidden_size"] // heads,  # Qwen2 does not have it
         "ffn_dim": hf_config["intermediate_size"],
         "vocab_size": hf_config["vocab_size"],
-        "tie_embeddings": hf_config.get("tie_word_embeddings", False),
+        "tie_embeddings": hf_config["tie_word_embeddings"],
         **rope_settings(hf_config),
         "qk_norm": family == "qwen3",
-        "attention_bias": family == "qwen2" or bool(hf_config.get("attention_bias", False)),
-        "norm_eps": hf_config.get("rms_norm_eps", 1e-6),
+        "attention_bias": family == "qwen2" or (family != "mistral" and hf_config["attention_bias"]),
+        "norm_eps": hf_config["rms_norm_eps"],
     }
-    return ModelConfig(**{**chosen, **described})
+    config = ModelConfig(**{**chosen, **described})
+    _check_windows(config, sliding_windows(hf_config))
+    return config
 
 
-def _check_supported(hf_config: Mapping[str, Any], chosen: Mapping[str, Any]) -> None:
+def _check_supported(hf_config: Mapping[str, Any]) -> None:
     """Raise for features that Tercet does not have."""
-    window = _sliding_window(hf_config)
-    same_window = window is not None and chosen["attention"] == "window" and chosen["nsa"].window == window
-    rules: dict[str, tuple[bool, str]] = {
-        "hidden_act": (hf_config.get("hidden_act", "silu") == "silu", "Tercet's feed-forward is SwiGLU (silu)"),
+    rules: dict[str, tuple[Any, str]] = {
+        "hidden_act": (hf_config["hidden_act"] == "silu", "Tercet's feed-forward is SwiGLU (silu)"),
         "mlp_bias": (not hf_config.get("mlp_bias"), "Tercet's feed-forward has no biases"),
-        "sliding_window": (
-            not hf_config.get("sliding_window") or hf_config.get("use_sliding_window") is False or same_window,
-            f"pass --attention window --nsa.window {window}" if window else "an import can only match full attention",
-        ),
+        "is_causal": (hf_config.get("is_causal", True), "Tercet's attention is causal"),
         "quantization_config": (not hf_config.get("quantization_config"), "import the unquantized weights"),
     }
     for name, (supported, why) in rules.items():
@@ -108,9 +137,22 @@ def _check_supported(hf_config: Mapping[str, Any], chosen: Mapping[str, Any]) ->
             raise ForeignModelError(f"{name}={hf_config.get(name)!r} cannot be imported: {why}")
 
 
-def check_weights(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> None:
+def _check_windows(config: ModelConfig, windows: Sequence[int | None]) -> None:
+    """Raise if a layer with a sliding window would become one that sees more or less."""
+    for kind, window in zip(config.attention_kinds, windows, strict=True):
+        if window is not None and (kind != "window" or config.nsa.window != window):
+            names = [(name, len([*run])) for name, run in groupby("window" if w else "dense" for w in windows)]
+            pattern = ",".join(f"{name}*{count}" for name, count in names) if len(names) > 1 else names[0][0]
+            raise ForeignModelError(
+                f"sliding_window={window} cannot be imported as {kind} attention: pass --attention {pattern} "
+                f"--nsa.window {window}"
+            )
+
+
+def check_weights(config: ModelConfig, family: str, shapes: Mapping[str, Sequence[int]]) -> None:
     """Raise for missing or surplus weights and for wrong shapes, before anything large is allocated."""
-    expected = _expected_shapes(config, output_bias="model.layers.0.self_attn.o_proj.bias" in shapes)
+    output_bias = family != "qwen2" and "model.layers.0.self_attn.o_proj.bias" in shapes
+    expected = _expected_shapes(config, output_bias=output_bias)
     for name, shape in expected.items():
         if name not in shapes:
             raise ForeignModelError(f"the checkpoint lacks {name}: it is incomplete, or from another model family")
@@ -167,6 +209,15 @@ def _expected_shapes(config: ModelConfig, *, output_bias: bool) -> dict[str, tup
     return found
 
 
+def same_embeddings(weights: Mapping[str, Tensor]) -> bool:
+    """Whether the head of a tied model is its embedding, in the files too. If not, transformers does not tie them."""
+    names = {"lm_head.weight", "model.embed_tokens.weight"}
+    if not names <= weights.keys():
+        return True
+    head, embedding = (weights[name].float() for name in names)
+    return torch.equal(head, embedding)
+
+
 def _check_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> None:
     if list(shape) != list(expected):
         raise ForeignModelError(f"{name} has shape {list(shape)}, but config.json requires {list(expected)}")
@@ -195,6 +246,20 @@ def convert(
     yield "norm.weight", weights["model.norm.weight"]
     if not config.tie_embeddings:
         yield "head.weight", weights["lm_head.weight"]
+
+
+def dense_twin(config: ModelConfig, windows: Sequence[int | None], weights: Mapping[str, Tensor]) -> Transformer:
+    """The first layers of an imported model with dense attention, or with the original's sliding windows."""
+    kinds = tuple("dense" if window is None else "window" for window in windows)
+    with torch.device("meta"):
+        model = Transformer(config.model_copy(update={"layers": len(kinds), "attention": kinds}))
+    state = {}
+    for name, expected in model.state_dict().items():
+        # all branches have the same keys and values; the first may have no keys, which come before its values
+        stored = name if name in weights else name.replace("k_norm.", "k_norms.0.")
+        state[name] = weights[stored][-len(expected) :]
+    model.load_state_dict(state, assign=True)
+    return model.eval()
 
 
 def _load_block(block: Block, weights: Mapping[str, Tensor], prefix: str) -> None:

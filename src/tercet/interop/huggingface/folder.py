@@ -26,6 +26,7 @@ INDEX = "model.safetensors.index.json"
 # Elements converted at a time when writing.
 _CONVERTED = 1 << 24
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_READABLE = (*_TYPES.values(), "F64")
 
 
 class FolderError(UsageError):
@@ -67,16 +68,9 @@ def _indexed_files(index: Path) -> list[str]:
     return sorted(set(files.values()))
 
 
-def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and tensor of every weight."""
-    for path in weight_files(folder):
-        with _open_weights(path) as stream:
-            for name in stream.keys():  # noqa: SIM118  (not a mapping)
-                yield name, stream.get_tensor(name)
-
-
 class LazyWeights(Mapping[str, Tensor]):
-    """The weights in some files by name. Each access reads one tensor, and maps no file for longer."""
+    """The weights in some files by name. Each access reads one tensor, and maps no file for longer.
+    Raises for tensors that are no weights: of another type than floating point, or not finite."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._files: dict[str, Path] = {}
@@ -84,11 +78,20 @@ class LazyWeights(Mapping[str, Tensor]):
         for path in files:
             with _open_weights(path) as stream:
                 for name in stream.keys():  # noqa: SIM118  (not a mapping)
-                    self._files[name], self.shapes[name] = path, stream.get_slice(name).get_shape()
+                    stored = stream.get_slice(name)
+                    self._files[name], self.shapes[name] = path, stored.get_shape()
+                    if (kind := stored.get_dtype()) not in _READABLE:
+                        raise FolderError(
+                            f"{path}: {name} has type {kind}, but weights must have one of {', '.join(_READABLE)}: "
+                            "use the unquantized model"
+                        )
 
     def __getitem__(self, name: str) -> Tensor:
         with _open_weights(self._files[name]) as stream:
             tensor: Tensor = stream.get_tensor(name).clone()
+        tensor = tensor.float() if tensor.dtype == torch.float64 else tensor
+        if not tensor.isfinite().all():
+            raise FolderError(f"{self._files[name]}: {name} has NaN or infinite weights: copy or train the model again")
         return tensor
 
     def __iter__(self) -> Iterator[str]:

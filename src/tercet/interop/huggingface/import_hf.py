@@ -5,9 +5,10 @@ Continue training with: tercet train --config OUT/config.toml
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,8 @@ from typing import Any, Literal
 import torch
 from pydantic import ValidationError
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import logging
 
 from tercet.attention.config import NSAConfig
 from tercet.config.keys import flatten_table
@@ -22,7 +25,7 @@ from tercet.config.load import load as load_config
 from tercet.config.load import to_toml
 from tercet.config.schema import RunConfig
 from tercet.data.tokenizers import SOURCE_CONFIG, TOKENIZER, TRANSFORMERS_FILES
-from tercet.errors import UsageError
+from tercet.errors import TercetError, UsageError
 from tercet.inference.arguments import CONFIG as OUR_CONFIG
 from tercet.inference.arguments import WEIGHTS as OUR_WEIGHTS
 from tercet.interop.huggingface import dense_weights
@@ -33,7 +36,6 @@ from tercet.interop.huggingface.folder import (
     atomic_folder,
     check_folder,
     read_json,
-    tensors,
     weight_files,
     write_tensors,
 )
@@ -45,6 +47,10 @@ from tercet.parse import WRONG_VALUE, describe, first_problem, one_line_errors
 
 # The default sequence length is at most this: 128k tokens do not fit on every GPU.
 MAX_DEFAULT_SEQ_LEN = 4096
+# Limits of the comparison with transformers: parameters in memory, floating-point operations for each of the models,
+# and the largest difference of logits by their root mean square, to which transformers' angles in float32 add.
+MOST_PARAMETERS, MOST_OPERATIONS = 600e6, 5e12
+LARGEST_DIFFERENCE, DIFFERENCE_PER_TOKEN = 1e-3, 1e-6
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class Imported:
     run: RunConfig
     exact_length: int | None  # equal to the dense model up to this many tokens; None: always equal
     restored: bool = False  # whether the folder had settings of an earlier export, which were taken
+    notes: tuple[str, ...] = ()  # what was found, in words
 
 
 def import_model(
@@ -69,10 +76,12 @@ def import_model(
     selector: Literal["compressed", "learned"] | None = None,
     seq_len: int | None = None,
     seed: int = 1337,
+    check: bool = True,
 ) -> Imported:
     """Import a dense model of one of dense_weights.FAMILIES, or a Tercet export, and write it to `out`.
 
     attention: None for nsa or, if config.json has settings of Tercet, for those.
+    check: compare a dense model's logits with those of transformers, and fail if they differ.
     """
     source, out = Path(source), Path(out)
     if not source.is_dir():
@@ -80,9 +89,7 @@ def import_model(
     check_empty(out)
     check_folder(source)
     hf_config = read_json(source / CONFIG)
-    with _wrong_values(source / CONFIG):
-        context = int(hf_config.get("max_position_embeddings") or MAX_DEFAULT_SEQ_LEN)
-    exact_length = None
+    exact_length, theirs, notes = None, None, list[str]()
     options: dict[str, Any] = {
         "nsa": nsa or NSAConfig(),
         "attention": attention,
@@ -98,19 +105,36 @@ def import_model(
         model = _load_export(source, hf_config)
         config, weights = model.config, iter(model.state_dict().items())
     else:
+        with quiet():
+            theirs = dense_weights.read_config(hf_config)
+        hf_config = theirs.to_dict()
         if restored:
             options = dense_weights.saved_options(_saved_config(source, hf_config))
         else:
             options |= attention_options(attention or "nsa", dense_below, selector)
-        config = _dense_model_config(hf_config, options, attention)
         stored = LazyWeights(weight_files(source))
-        dense_weights.check_weights(config, stored.shapes)
+        if hf_config["tie_word_embeddings"] and not dense_weights.same_embeddings(stored):
+            hf_config["tie_word_embeddings"] = False
+            notes.append(
+                "lm_head.weight differs from the embedding, although config.json says tie_word_embeddings=true: both "
+                "were imported, as transformers does"
+            )
+        config = _dense_model_config(hf_config, options, attention)
+        dense_weights.check_weights(config, theirs.model_type, stored.shapes)
         selectors = _saved_selectors(source, config) if restored else {}
         torch.manual_seed(seed)  # for φ or a selector, which the checkpoint does not have
         weights = dense_weights.convert(config, stored, selectors, cover=cover, gate_logit=gate_logit)
-        exact_length = dense_weights.exact_length(config, hf_config, cover)
-    run = _write(source, out, config, weights, seq_len or min(context, MAX_DEFAULT_SEQ_LEN), seed)
-    return Imported(out, run, exact_length, restored)
+        windows = dense_weights.sliding_windows(hf_config)
+        exact_length = dense_weights.exact_length(config, windows, cover)
+    with _wrong_values(source / CONFIG):
+        context = int(hf_config.get("max_position_embeddings") or MAX_DEFAULT_SEQ_LEN)
+    run = _run_config(source, out, config, seq_len or min(context, MAX_DEFAULT_SEQ_LEN), seed)
+    with atomic_folder(out) as folder:
+        _write(source, folder, run, weights)
+        if theirs is not None:
+            skipped = "not compared with transformers, as --check=false says"
+            notes.append(_compare(source, theirs, folder, config, windows) if check else skipped)
+    return Imported(out, run, exact_length, restored, tuple(notes))
 
 
 def batch_settings(seq_len: int) -> dict[str, int]:
@@ -175,7 +199,7 @@ def _saved_config(source: Path, hf_config: dict[str, Any]) -> ModelConfig:
 
 def _load_export(source: Path, hf_config: dict[str, Any]) -> Transformer:
     config = _saved_config(source, hf_config)
-    stored = dict(tensors(source))
+    stored = dict(LazyWeights(weight_files(source)))
     layers = len({name.split(".")[2] for name in stored if name.startswith("model.blocks.")})
     if layers != config.layers:
         raise FolderError(f"{source}: config.json says {config.layers} layers, the weights {layers}: copy it again")
@@ -190,9 +214,7 @@ def _load_export(source: Path, hf_config: dict[str, Any]) -> Transformer:
     return model
 
 
-def _write(
-    source: Path, out: Path, config: ModelConfig, weights: Iterator[tuple[str, Tensor]], seq_len: int, seed: int
-) -> RunConfig:
+def _run_config(source: Path, out: Path, config: ModelConfig, seq_len: int, seed: int) -> RunConfig:
     sparse = [name for name in config.attention_names if name in (BLOCK_SPARSE, "nsa")]
     kind = sparse[0] if sparse else "-".join(sorted(set(config.attention_names)))
     values: dict[str, Any] = {
@@ -209,18 +231,19 @@ def _write(
     if copy_tokenizer:
         values["data.tokenizer"] = str((out / TOKENIZER).resolve())
         values["data.eos_token"] = _eos_token(source)
-    run = load_config(flags=values).config
-    with atomic_folder(out) as folder:
-        with torch.device("meta"):
-            state = Transformer(config).state_dict()
-        write_tensors(folder / OUR_WEIGHTS, {name: tensor.shape for name, tensor in state.items()}, weights)
-        if copy_tokenizer:
-            for name in (TOKENIZER, *TRANSFORMERS_FILES):
-                if (source / name).is_file():
-                    shutil.copyfile(source / name, folder / name)
-            shutil.copyfile(source / CONFIG, folder / SOURCE_CONFIG)
-        (folder / OUR_CONFIG).write_text(to_toml(run), encoding="utf-8")
-    return run
+    return load_config(flags=values).config
+
+
+def _write(source: Path, folder: Path, run: RunConfig, weights: Iterator[tuple[str, Tensor]]) -> None:
+    with torch.device("meta"):
+        state = Transformer(run.model).state_dict()
+    write_tensors(folder / OUR_WEIGHTS, {name: tensor.shape for name, tensor in state.items()}, weights)
+    if Path(run.data.tokenizer).name == TOKENIZER:
+        for name in (TOKENIZER, *TRANSFORMERS_FILES):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        shutil.copyfile(source / CONFIG, folder / SOURCE_CONFIG)
+    (folder / OUR_CONFIG).write_text(to_toml(run), encoding="utf-8")
 
 
 def _is_byte_tokenizer(tokenizer: Path) -> bool:
@@ -237,3 +260,83 @@ def _eos_token(source: Path) -> str:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else ""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings and progress bars of transformers."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@torch.no_grad()
+def _compare(
+    source: Path, theirs: PretrainedConfig, folder: Path, config: ModelConfig, windows: Sequence[int | None]
+) -> str:
+    """Compare logits of transformers and of the imported weights, with dense attention in place of sparse. Says what
+    was compared; raises if they differ."""
+    reach = max([0, *filter(None, windows), config.rope.original_length if config.rope.type != "linear" else 0])
+    lengths, layers = _affordable(config, reach)
+    random = torch.Generator().manual_seed(0)
+    texts = [torch.randint(config.vocab_size, (1, length), generator=random) for length in lengths]
+    # at the start, at the end and in between: all logits of a long sequence would be too many
+    places = [torch.linspace(0, length - 1, min(length, 64)).long() for length in lengths]
+    expected = _expected_logits(source, theirs, layers, texts, places)
+    model = dense_weights.dense_twin(config, windows[:layers], LazyWeights([folder / OUR_WEIGHTS]))
+    worst = 0.0
+    for text, place, logits in zip(texts, places, expected, strict=True):
+        difference = (model.logits(model.hidden(text)[:, place]) - logits).abs().max() / logits.square().mean().sqrt()
+        found = 0.0 if difference.isnan() and not logits.any() else difference.item()  # of weights that are all 0
+        limit = LARGEST_DIFFERENCE + DIFFERENCE_PER_TOKEN * text.shape[1]
+        if not found <= limit:
+            raise TercetError(
+                f"the import of {source} differs from what transformers computes: logits of {text.shape[1]:,} tokens "
+                f"differ by {found:.2g} of their size, more than {limit:.2g}, so nothing was written: report it with "
+                "the model's config.json"
+            )
+        worst = max(worst, found)
+    share = "" if layers == config.layers else f", in the first {layers} of {config.layers} layers"
+    short = "" if lengths[-1] > reach else f" (not the {reach:,} of its window or original context: too expensive here)"
+    dense = "" if "nsa" not in config.attention_kinds else ", with dense attention in place of sparse"
+    return (
+        f"compared with transformers{dense}{share}: logits of {len(lengths)} sequences of up to {lengths[-1]:,} tokens"
+        f"{short} differ by at most {worst:.1g} of their size"
+    )
+
+
+def _expected_logits(
+    source: Path, config: PretrainedConfig, layers: int, texts: Sequence[Tensor], places: Sequence[Tensor]
+) -> list[Tensor]:
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    try:
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                source, config=config, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+            ).eval()
+            return [model(text, logits_to_keep=place).logits for text, place in zip(texts, places, strict=True)]
+    except Exception as error:  # of many kinds
+        raise FolderError(
+            f"{source} cannot be compared with what transformers computes, which fails ({describe(error)}): copy the "
+            "model again or, to import it without this check, pass --check=false"
+        ) from None
+
+
+def _affordable(config: ModelConfig, reach: int) -> tuple[list[int], int]:
+    """Lengths of the sequences to compare, if possible one longer than `reach`, and how many of the layers."""
+    heads = config.head_dim * config.heads
+    layer = config.dim * (2 * heads + 2 * config.head_dim * config.kv_heads + 3 * config.ffn_dim)
+    length = max(128, reach + 32)
+    while (operations := 2 * length * (layer + 2 * length * heads)) > MOST_OPERATIONS and length > 128:
+        length //= 2
+    others = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
+    layers = min((MOST_PARAMETERS - others) // layer, MOST_OPERATIONS // operations, config.layers)
+    return [16, 64, length], max(1, int(layers))

@@ -25,29 +25,29 @@ class ForeignModelError(UsageError):
 
 
 def rope_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Model settings for the RoPE of a config.json, whose fields have moved over time; read as transformers does."""
-    given = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
-    rope = {"rope_theta": hf_config.get("rope_theta"), **given}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    """Model settings for the RoPE of a config.json, as `dense_weights.read_config` reads it."""
+    rope = hf_config["rope_parameters"]
+    kind = rope.get("rope_type")
     known = ("default", *get_args(RopeType), "longrope")
     if kind not in known:
         raise ForeignModelError(f"rope_type={kind!r} cannot be imported: supported are {', '.join(known)}")
-    partial = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor") or 1.0)
-    if partial != 1.0:
+    if (partial := rope.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ForeignModelError(
             f"partial_rotary_factor={partial} cannot be imported: Tercet rotates whole heads; pick a model that does"
         )
     settings: dict[str, Any] = {
-        "rope_theta": rope.get("rope_theta") or 10000.0, "rope_scaling": 1.0, "rope": {}, "rope_max_wavelength": 0.0,
+        "rope_theta": rope["rope_theta"], "rope_scaling": 1.0, "rope": {}, "rope_max_wavelength": 0.0,
     }  # fmt: skip
     if kind == "default":
         return settings
     if kind == "linear":
-        return {**settings, "rope_scaling": float(rope.get("factor", 1.0))}
+        return {**settings, "rope_scaling": float(_need(rope, "factor"))}
     if kind == "longrope":
         return settings | _longrope_settings(hf_config, rope, settings["rope_theta"])
 
-    original = float(_original_length(hf_config, rope))
+    original = float(_need(rope, "original_max_position_embeddings"))
+    if original % 1:
+        raise ForeignModelError(f"original_max_position_embeddings={original} cannot be imported: use a whole number")
     if kind == "llama3":
         factor = float(_need(rope, "factor"))
         options = {"slow": float(_need(rope, "low_freq_factor")), "fast": float(_need(rope, "high_freq_factor"))}
@@ -72,16 +72,11 @@ def _yarn_settings(rope: Mapping[str, Any], original: float, longest: int | None
     return factor, options
 
 
-def _original_length(hf_config: Mapping[str, Any], rope: Mapping[str, Any]) -> Any:
-    outside = hf_config.get("original_max_position_embeddings")
-    longest = hf_config.get("max_position_embeddings")
-    return outside or _need({"original_max_position_embeddings": longest, **rope}, "original_max_position_embeddings")
-
-
 def _need(rope: Mapping[str, Any], name: str) -> Any:
     if rope.get(name) is None:
-        kind = rope.get("rope_type") or rope.get("type")
-        raise ForeignModelError(f"config.json has no {name} for rope_type={kind!r}: add it, or copy the file again")
+        raise ForeignModelError(
+            f"config.json has no {name} for rope_type={rope['rope_type']!r}: add it, or copy the file again"
+        )
     return rope[name]
 
 
@@ -115,8 +110,8 @@ def _longrope_settings(hf_config: Mapping[str, Any], rope: Mapping[str, Any], th
 def _longrope_attention_factor(hf_config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
-    original = float(_original_length(hf_config, rope))
-    factor = float(rope.get("factor") or hf_config.get("max_position_embeddings", original) / original)
+    original = float(_need(rope, "original_max_position_embeddings"))
+    factor = float(rope.get("factor") or hf_config["max_position_embeddings"] / original)
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
