@@ -41,10 +41,7 @@ def test_import_and_export_give_the_original_weights_and_logits(family: str, tmp
     # small enough for several files
     export_dense(tmp_path / "ours", tmp_path / "back", family, shard_bytes=1 << 15)
     assert len(list((tmp_path / "back").glob("model-*.safetensors"))) >= 4
-    before, after = (
-        dict(LazyWeights(weight_files(tmp_path / "dense"))),
-        dict(LazyWeights(weight_files(tmp_path / "back"))),
-    )
+    before, after = (LazyWeights(weight_files(tmp_path / name)) for name in ("dense", "back"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
@@ -91,7 +88,7 @@ def test_other_safetensors_files_beside_imported_weights_are_not_exported(tmp_pa
         save_file({name: 0 * tensor for name, tensor in weights.items()}, tmp_path / "ours" / f"{name}.safetensors")
     save_file({"lora": torch.ones(1)}, tmp_path / "ours" / "adapter.safetensors")
     export_dense(tmp_path / "ours", tmp_path / "back", "llama")
-    written = dict(LazyWeights(weight_files(tmp_path / "back")))
+    written = LazyWeights(weight_files(tmp_path / "back"))
     assert all(torch.equal(written[name], tensor) for name, tensor in theirs.state_dict().items())
 
 
@@ -170,7 +167,7 @@ def test_an_export_of_a_run_holds_a_few_tensors_at_a_time(tmp_path, monkeypatch)
     export_dense(run, tmp_path / "out", "llama")
     assert len(held) == len(model.state_dict())
     assert max(held) <= 4  # two that are split, the one that is being written, and the next
-    written = dict(LazyWeights(weight_files(tmp_path / "out")))
+    written = LazyWeights(weight_files(tmp_path / "out"))
     assert torch.equal(written["model.embed_tokens.weight"], model.embedding.weight)
     assert torch.equal(written["model.layers.1.mlp.up_proj.weight"], model.blocks[1].ffn.gate_up.weight.chunk(2)[1])
 

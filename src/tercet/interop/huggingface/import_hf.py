@@ -5,7 +5,6 @@ Continue training with: tercet train --config OUT/config.toml
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
