@@ -90,7 +90,7 @@ def sliding_windows(hf_config: Mapping[str, Any]) -> list[int | None]:
         runs = [full if window is None or family == "llama" else "sliding_attention"] * layers
         agree = kinds in (None, runs) and (window is None or family == "mistral")
     else:
-        runs = kinds
+        runs = kinds or []
         agree = len(runs) == layers and {*runs} <= {full, "sliding_attention"} and (window or {*runs} == {full})
     if not agree or (window is not None and window < 1):
         raise ForeignModelError(

@@ -47,8 +47,9 @@ from tercet.parse import WRONG_VALUE, describe, first_problem, one_line_errors
 # The default sequence length is at most this: 128k tokens do not fit on every GPU.
 MAX_DEFAULT_SEQ_LEN = 4096
 # Limits of the comparison with transformers: parameters in memory, floating-point operations for each of the models,
-# and the largest difference of logits by their root mean square, to which transformers' angles in float32 add.
-MOST_PARAMETERS, MOST_OPERATIONS = 600e6, 5e12
+# tokens (a mask has their square), and the largest difference of logits by their root mean square, to which
+# transformers' angles in float32 add.
+MOST_PARAMETERS, MOST_OPERATIONS, MOST_TOKENS = 600e6, 5e12, 8_300
 LARGEST_DIFFERENCE, DIFFERENCE_PER_TOKEN = 1e-3, 1e-6
 
 
@@ -303,7 +304,9 @@ def _compare(
         worst = max(worst, found)
     share = "" if layers == config.layers else f", in the first {layers} of {config.layers} layers"
     short = "" if lengths[-1] > reach else f" (not the {reach:,} of its window or original context: too expensive here)"
-    dense = "" if "nsa" not in config.attention_kinds else ", with dense attention in place of sparse"
+    kinds = zip(config.attention_kinds, windows, strict=True)
+    sparse = any(kind != "dense" and window is None for kind, window in kinds)
+    dense = ", with dense attention in place of sparse" if sparse else ""
     return (
         f"compared with transformers{dense}{share}: logits of {len(lengths)} sequences of up to {lengths[-1]:,} tokens"
         f"{short} differ by at most {worst:.1g} of their size"
@@ -333,7 +336,7 @@ def _affordable(config: ModelConfig, reach: int) -> tuple[list[int], int]:
     """Lengths of the sequences to compare, if possible one longer than `reach`, and how many of the layers."""
     heads = config.head_dim * config.heads
     layer = config.dim * (2 * heads + 2 * config.head_dim * config.kv_heads + 3 * config.ffn_dim)
-    length = max(128, reach + 32)
+    length = min(max(128, reach + 32), MOST_TOKENS)
     while (operations := 2 * length * (layer + 2 * length * heads)) > MOST_OPERATIONS and length > 128:
         length //= 2
     others = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
