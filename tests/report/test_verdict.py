@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 import shutil
 
@@ -152,20 +151,12 @@ DAMAGES = {
         "the log ends at step 30",
         lambda lines: [lines.remove(line) for line in [*lines] if line["step"] > 30 and line["kind"] != "run_ended"],
     ),
-    "a better loss": ("two different losses", lambda lines: last(lines, "step").update(loss=0.01)),
-    "a loss too few": ("has 1 losses", lambda lines: last(lines, "step")["losses"].pop()),
-    "more tokens": ("tokens do not fit", each("step", tokens=lambda tokens: 10 * tokens)),
-    "no new tokens": ("0 tokens do not fit", each("step", tokens=512)),
-    "faster": ("tokens per step, expected", each("step", tokens_per_s=lambda speed: 3 * speed)),
+    "a loss too few": ("losses of steps 59 to 60 are incomplete", lambda lines: last(lines, "step")["losses"].pop()),
     "repeated": ("are logged twice", lambda lines: lines.insert(-1, dict(last(lines, "step")))),
-    "backwards": ("timestamps go backwards", lambda lines: lines[-1].update(time=lines[-1]["time"] - 3600)),
     "a second rank": ("rank 1 of 2 has no events", A_SECOND_RANK),
-    "a longer plan": ("config.toml has train.steps", each("run_started", steps=5000)),
-    "not all steps": ("all 5000 steps are done, but ended at step 60", each("run_started", steps=5000)),
-    "a shorter plan": ("beyond the run's 40 steps", each("run_started", steps=40)),
     "a start in the middle": ("begins at step 7 without", lambda lines: lines[0].update(step=7)),
-    "a step after the end": ("steps after the end of the run", end_before_last_step),
-    "an end before": ("before its last logged step", lambda lines: lines[-1].update(step=50, outcome="interrupted")),
+    "a step after the end": ("but the log ends at step 58", end_before_last_step),
+    "an end before": ("but the log ends at step 60", lambda lines: lines[-1].update(step=50, outcome="interrupted")),
     "a word for a number": ("", lambda lines: last(lines, "step").update(grad_norm="fine")),
     "a word for a step": ("", lambda lines: last(lines, "step").update(step="60")),
     "a column too short": ("", lambda lines: last(lines, "routes")["calls"].pop()),
@@ -195,24 +186,10 @@ def test_unreadable_lines_are_counted(healthy, tmp_path):
     assert any("cut off" in p for p in problems)
 
 
-@pytest.mark.parametrize("name", ["training.csv", "config.toml"])
-def test_a_missing_file_is_a_gap_in_the_record(healthy, tmp_path, name):
+def test_a_missing_config_is_a_gap_in_the_record(healthy, tmp_path):
     found = copy(healthy, tmp_path / "run")
-    (found.folder / name).unlink()
+    (found.folder / "config.toml").unlink()
     assert gate(verdict(read_run(found.folder)), "record").verdict == "NO-GO"
-
-
-def test_a_damaged_training_csv_is_a_gap_in_the_record(healthy, tmp_path):
-    found = copy(healthy, tmp_path / "run")
-    (found.folder / "training.csv").write_text("step,loss\none,two\n")
-    assert "training.csv cannot be read" in gate(verdict(read_run(found.folder)), "record").sentence
-
-
-def test_metrics_that_contradict_the_events_are_found(healthy, tmp_path):
-    found = copy(healthy, tmp_path / "run")
-    metrics = json.loads((found.folder / "metrics.json").read_text())
-    (found.folder / "metrics.json").write_text(json.dumps(metrics | {"step": 500}))
-    assert "metrics.json says" in gate(verdict(read_run(found.folder)), "record").sentence
 
 
 def test_a_completed_run_may_be_resumed_from_an_earlier_step(tmp_path, data):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable
 from typing import Any
 
 from tercet.attention.config import BRANCHES
-from tercet.report.figure import BLUE, GREEN, LINE, ORANGE, RED, Plot, draw, integer_ticks, label_step_axis
+from tercet.report.figure import BLUE, GREEN, LINE, ORANGE, RED, Plot, downsample, draw, integer_ticks, label_step_axis
 from tercet.report.read import Run, last_choices
 from tercet.telemetry.events import LayersObserved, SelectorsObserved
 
@@ -18,7 +19,7 @@ def gate_share_plot(run: Run) -> Plot | None:
     samples = _gated_samples(run)
     if not samples:
         return None
-    columns = samples[:: max(1, -(-len(samples) // HEATMAP_COLUMNS))]
+    columns = _evenly_spaced(samples)
     branches = _gated_branches(samples)
     shares = [v for e in columns for b in branches for v in getattr(e, f"gate_share_{b}") if v is not None and v == v]
     top = max([2 / 3, *shares])
@@ -65,8 +66,11 @@ def _draw_heatmap(axes: Any, table: list[list[float]], span: tuple[int, int], to
 
 def _draw_bands(axes: Any, x: list[int], bands: list[list[float]], colour: str, **style: Any) -> None:
     """Mean over layers as a line, with their range behind it."""
-    axes.fill_between(x, list(map(min, bands)), list(map(max, bands)), color=colour, alpha=0.22, linewidth=0)
-    axes.plot(x, [sum(b) / len(b) for b in bands], color=colour, **style)
+    means = downsample([sum(b) / len(b) for b in bands])
+    low, high = ([row[i] for row in downsample(list(map(of, bands)))] for i, of in ((2, min), (3, max)))
+    steps = [x[i] for i, *_ in means]
+    axes.fill_between(steps, low, high, color=colour, alpha=0.22, linewidth=0)
+    axes.plot(steps, [mean for _, mean, *_ in means], color=colour, **style)
 
 
 def gate_trend_plot(run: Run) -> Plot | None:
@@ -175,6 +179,13 @@ def choice_plot(run: Run) -> Plot | None:
 
 def _gated_samples(run: Run) -> list[LayersObserved]:
     return [e for e in run.layers if any(v is not None for v in e.gate_entropy)]
+
+
+def _evenly_spaced(samples: list[LayersObserved]) -> list[LayersObserved]:
+    """At most HEATMAP_COLUMNS samples at even distances in steps."""
+    count, first, last = min(HEATMAP_COLUMNS, len(samples)), samples[0].step, samples[-1].step
+    wanted = (first + (last - first) * i // max(1, count - 1) for i in range(count))
+    return [samples[i] for i in dict.fromkeys(bisect.bisect_left(samples, s, key=lambda e: e.step) for s in wanted)]
 
 
 def _gated_branches(samples: list[LayersObserved]) -> list[str]:

@@ -70,7 +70,7 @@ def collect_facts(run: Run, findings: Iterable[HealthFired], baseline: Run | Non
         layers=_layer_rows(last) if last else [],
         layers_step=last.step if last else 0,
         notable_events=_notable_events(run, findings),
-        event_count=sum(len(s) for s in run.events.values()),
+        event_count=run.event_count,
         samples=run.of(events.Sampled),
         config=[
             {"key": k, "value": format_value(v), "origin": run.origins.get(k, "unknown")} for k, v in run.config.items()

@@ -48,6 +48,9 @@ _STYLE: Any = {
 }
 
 
+POINTS = 500  # of a series
+
+
 @dataclass(frozen=True)
 class Plot:
     anchor: str
@@ -93,7 +96,7 @@ def _use_page_style(svg: str) -> str:
     return svg.replace("<svg ", '<svg role="img" ', 1)
 
 
-def downsample(values: Sequence[float], limit: int = 500) -> list[tuple[int, float, float, float]]:
+def downsample(values: Sequence[float], limit: int = POINTS) -> list[tuple[int, float, float, float]]:
     """(middle index, mean, min, max) of at most `limit` bins, so that pages of long runs stay small.
 
     Non-finite values are left out.

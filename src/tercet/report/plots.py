@@ -68,10 +68,14 @@ def step_series(run: Run, name: str) -> list[SeriesRow]:
     return [(steps[i], mean, low, high) for i, mean, low, high in downsample(values) if i < len(steps)]
 
 
-def interval_series(run: Run, name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of what is logged once per interval, downsampled."""
-    rows = downsample([getattr(e, name) for e in run.steps])
-    return [run.steps[i].step for i, *_ in rows], [mean for _, mean, *_ in rows]
+def paint_logged(axes: Any, logged: Sequence[Any], name: str, colour: str, **style: Any) -> None:
+    """What is logged once per interval as a line: means of bins, with their range behind it."""
+    rows = downsample([math.nan if (v := getattr(e, name)) is None else v for e in logged])
+    if rows:
+        middles, mean, low, high = zip(*rows, strict=True)
+        steps = [logged[i].step for i in middles]
+        axes.fill_between(steps, low, high, color=colour, alpha=0.18, linewidth=0)
+        axes.plot(steps, mean, color=colour, **style)
 
 
 def smoothed_losses(run: Run, limit: int = 500) -> list[tuple[int, float]]:
@@ -164,8 +168,10 @@ def _mark_events(axes: Any, run: Run, findings: Sequence[HealthFired]) -> None:
         axes.axvline(stage.step, color=INK, linewidth=0.9, label=None if i else "next stage")
     for i, started in enumerate(e for e in run.started if e.resumed_from is not None):
         axes.axvline(started.step, color=MUTED, linewidth=0.9, linestyle=":", label=None if i else "resumed")
-    for i, finding in enumerate(f for f in findings if f.rule == "loss_spike"):
-        axes.axvline(finding.step, color=RED, linewidth=0.9, linestyle="--", label=None if i else "spike")
+    spikes = [f.step for f in findings if f.rule == "loss_spike"]
+    # One line where several would be drawn on the same spot.
+    for i, step in enumerate({round(400 * step / max(1, run.step)): step for step in spikes}.values()):
+        axes.axvline(step, color=RED, linewidth=0.9, linestyle="--", label=None if i else "spike")
 
 
 def grad_norm_plot(run: Run) -> Plot | None:
@@ -195,7 +201,7 @@ def throughput_plot(run: Run, baseline: Run | None) -> Plot | None:
     speed = run.tokens_per_s
 
     def paint(axes: Any) -> None:
-        axes.plot(*interval_series(run, "tokens_per_s"), color=GREEN)
+        paint_logged(axes, run.steps, "tokens_per_s", GREEN)
         if speed is not None:
             axes.axhline(speed, color=INK, linewidth=0.9, linestyle="--", label=f"median {speed:,.0f}")
         if baseline is not None and baseline.tokens_per_s is not None and speed is not None:
@@ -215,12 +221,11 @@ def throughput_plot(run: Run, baseline: Run | None) -> Plot | None:
 def learning_rate_plot(run: Run) -> Plot | None:
     if len(run.steps) < 2:
         return None
-    muon = [(e.step, e.muon_lr) for e in run.steps if e.muon_lr is not None]
 
     def paint(axes: Any) -> None:
-        axes.plot([e.step for e in run.steps], [e.lr for e in run.steps], color=ORANGE, label="AdamW")
-        if muon:
-            axes.plot(*zip(*muon, strict=True), color=BLUE, label="Muon")
+        paint_logged(axes, run.steps, "lr", ORANGE, label="AdamW")
+        if any(e.muon_lr is not None for e in run.steps):
+            paint_logged(axes, run.steps, "muon_lr", BLUE, label="Muon")
             axes.legend(loc="best")
         axes.set_ylim(bottom=0)
         axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
@@ -269,13 +274,11 @@ def memory_plot(run: Run) -> Plot | None:
     capacity = run.device_total_gib
 
     def paint(axes: Any) -> None:
-        x = [e.step for e in samples]
         if run.on_gpu:
-            axes.plot(x, [e.reserved_gib for e in samples], color=GREY, label="reserved")
-            axes.plot(x, [e.peak_gib for e in samples], color=ORANGE, label="peak")
-            axes.plot(x, [e.allocated_gib for e in samples], color=BLUE, label="allocated between steps")
-        else:
-            axes.plot(x, [e.allocated_gib for e in samples], color=BLUE, label="resident")
+            paint_logged(axes, samples, "reserved_gib", GREY, label="reserved")
+            paint_logged(axes, samples, "peak_gib", ORANGE, label="peak")
+        label = "allocated between steps" if run.on_gpu else "resident"
+        paint_logged(axes, samples, "allocated_gib", BLUE, label=label)
         axes.set_ylim(bottom=0)
         top = axes.get_ylim()[1]
         if capacity is not None and capacity < 3 * top:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import math
+import re
 import statistics
 import time
+from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,12 +22,14 @@ from typing import Any, TypeVar
 
 from tercet.config.keys import flatten, flatten_table
 from tercet.config.schema import RunConfig
+from tercet.config.sections import HealthConfig
 from tercet.errors import UsageError
 from tercet.model.config import layer_kinds
 from tercet.parse import parse_json, parse_toml
 from tercet.telemetry.event_log import rank_files, tail
 from tercet.telemetry.events import (
     Event,
+    HealthFired,
     LayersObserved,
     ResourcesObserved,
     RouteKey,
@@ -35,12 +40,27 @@ from tercet.telemetry.events import (
     StepLogged,
     Validated,
     decode,
-    has_type,
 )
+from tercet.telemetry.health import HealthMonitor, health_findings
 from tercet.telemetry.sinks import route_totals
+from tercet.telemetry.units import plural
 
 E = TypeVar("E", bound=Event)
 
+BINS = 150  # of the layer statistics of a long run
+LAYER_SERIES = (
+    "gate_share_compressed", "gate_share_selected", "gate_share_window", "gate_entropy", "gate_collapse",
+    "selected_forced", "selected_overlap",
+)  # fmt: skip
+# The starts of lines that a long run has many of, as events.encode writes them.
+ROUTES, _LAYERS = b'{"kind": "routes"', b'{"kind": "layers"'
+_SAME_ON_ALL_RANKS = (_LAYERS, b'{"kind": "selectors"', b'{"kind": "resources"')  # or not reported by rank
+MEASUREMENTS = (*_SAME_ON_ALL_RANKS, b'{"kind": "step"')
+_STEP = re.compile(
+    rb'{"kind": "step", "step": (\d+), .*?"loss": ([^,]+), .*?"step_seconds": ([^,]+), "data_seconds": ([^,]+), .*?'
+    rb'"memory_gib": ([^,]+), .*}$'
+)
+_SHARED_RULES = {"loss_spike", "nonfinite", "zero_grad", "throughput_drop"}
 # A heartbeat is stale after this long, or after six of its own intervals if that is longer.
 FRESH_SECONDS = 60.0
 # The routes that nothing faster replaces: by branch, otherwise the kernels.
@@ -63,12 +83,24 @@ class Run:
     dtypes: Mapping[str, str]
     metrics: Mapping[str, Any]
     files: tuple[str, ...]
+    logs: Mapping[int, RankLog]  # by rank; empty if the events do not come from a folder
     state: str  # ended, running, silent (alive, but its heartbeat is stale) or gone
     read_at: float = field(default_factory=time.time)
 
     def of(self, kind: type[E], rank: int = 0) -> list[E]:
         """Events of one type that a rank wrote, in order."""
         return [e for e in self.events.get(rank, []) if isinstance(e, kind)]
+
+    @cached_property
+    def findings(self) -> list[HealthFired]:
+        """What the health rules find with their default thresholds."""
+        if self.logs:
+            return [finding for _, log in sorted(self.logs.items()) for finding in log.findings]
+        return health_findings(self.events.get(0, []), self.config.get("train.init_from"))
+
+    @property
+    def event_count(self) -> int:
+        return sum(log.count for log in self.logs.values())
 
     @cached_property
     def steps(self) -> list[StepLogged]:
@@ -166,7 +198,7 @@ class Run:
                 stage, warm = event.stage, False
             elif isinstance(event, StepLogged):
                 if warm:
-                    speeds[stage] = [*speeds.get(stage, []), event.tokens_per_s]
+                    speeds.setdefault(stage, []).append(event.tokens_per_s)
                 warm = True
         return statistics.median(speeds[max(speeds)]) if speeds else None
 
@@ -191,15 +223,17 @@ def read_run(folder: Path | str) -> Run:
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder: pass a run folder, such as runs/NAME-DATE-TIME")
     problems: list[str] = []
-    streams = {rank: _read_events(path, problems) for rank, path in rank_files(folder, "events").items()}
-    if not any(streams.values()):
-        hint = "the first event is written when training starts" if streams else "events_rank0.jsonl is missing"
+    config = read_config(folder, problems)
+    init_from = config.get("train.init_from")
+    logs = {rank: RankLog(path, rank, init_from, problems) for rank, path in rank_files(folder, "events").items()}
+    if not any(log.events for log in logs.values()):
+        hint = "the first event is written when training starts" if logs else "events_rank0.jsonl is missing"
         raise UsageError(f"{folder} has no events to report ({hint}): is it a run folder?")
-    config = _config(folder, problems)
     beats = {rank: last_heartbeat(path) for rank, path in rank_files(folder, "heartbeat").items()}
     run = Run(
         folder=folder,
-        events=streams,
+        events={rank: log.events for rank, log in logs.items()},
+        logs=logs,
         problems=tuple(problems),
         config=config,
         origins={k: str(v) for k, v in _json(folder / "origins.json").items()},
@@ -214,33 +248,94 @@ def read_run(folder: Path | str) -> Run:
     return dataclasses.replace(run, state=_state(run))
 
 
-def _read_events(path: Path, problems: list[str]) -> list[Event]:
-    events: list[Event] = []
-    bad: list[int] = []
-    unknown = 0
-    # Split at \n only: str.splitlines would also split inside text samples.
-    *lines, rest = path.read_bytes().split(b"\n")
-    if rest:
-        problems.append(f"{path.name}: the last line is cut off")
-    for number, line in enumerate(lines, 1):
+class RankLog:
+    """The events of one rank, read from its file in bounded memory.
+
+    Of the layer statistics of a long run, the first of each of BINS bins is kept, and those with an extreme value; of
+    the route counts, which are totals, the last before another kind of event; of the intervals of other ranks than 0,
+    only `steps`, `losses` and `memory_gib`. The health rules see every event.
+    """
+
+    def __init__(self, path: Path, rank: int, init_from: str | None, problems: list[str]) -> None:
+        self.events: list[Event] = []
+        self.findings: list[HealthFired] = []
+        self.count = 0
+        self.steps, self.losses, self.memory_gib = array("q"), array("d"), 0.0
+        self._rank, self._monitor = rank, HealthMonitor(HealthConfig(), init_from)
+        self._routes = b""
+        self._bin: list[Any] = []
+        self._unreadable: list[int] = []
+        self._unknown = 0
+        starving = False
+        with path.open("rb") as stream:
+            self._bin_size = max(1, sum(line.startswith(_LAYERS) for line in stream) // BINS)
+            stream.seek(0)
+            for line in stream:  # ends at \n only: text samples have other line ends
+                if not line.endswith(b"\n"):
+                    problems.append(f"{path.name}: the last line is cut off")
+                    break
+                self.count += 1
+                if line.startswith(ROUTES) and b"true" not in line:  # no fallback
+                    self._routes = line
+                elif rank and line.startswith(_SAME_ON_ALL_RANKS):
+                    continue
+                elif rank and (found := _STEP.match(line)):
+                    self.steps.append(int(found[1]))
+                    loss, seconds, waiting, memory = (float(value.strip(b'"')) for value in found.groups()[1:])
+                    self.losses.append(loss)
+                    self.memory_gib = max(self.memory_gib, memory)
+                    was, starving = starving, waiting > HealthConfig().data_wait_share * seconds
+                    if was or starving:
+                        self._decode(line, keep=False)
+                else:
+                    if not line.startswith(MEASUREMENTS):
+                        self._flush()
+                    self._decode(line)
+        self._flush()
+        if self._unreadable:
+            where = ", ".join(map(str, self._unreadable[:5])) + (" …" if len(self._unreadable) > 5 else "")
+            count = plural(len(self._unreadable), "unreadable line")
+            problems.append(f"{path.name}: {count} (line {where})")
+        if self._unknown:
+            problems.append(f"{path.name}: {self._unknown} events of a kind unknown to this version")
+
+    def _decode(self, line: bytes, keep: bool = True) -> None:
         try:
             event = decode(line)
         except ValueError:
-            bad.append(number)
-            continue
+            self._unreadable.append(self.count)
+            return
         if event is None:
-            unknown += 1
-        else:
-            events.append(event)
-    if bad:
-        where = ", ".join(map(str, bad[:5])) + (" …" if len(bad) > 5 else "")
-        problems.append(f"{path.name}: {len(bad)} unreadable line{'s' * (len(bad) > 1)} (line {where})")
-    if unknown:
-        problems.append(f"{path.name}: {unknown} events of a kind unknown to this version")
-    return events
+            self._unknown += 1
+            return
+        # Losses, gradients and speed are the same on every rank: their findings count once, from rank 0.
+        self.findings += [f for f in self._monitor.observe(event) if not self._rank or f.rule not in _SHARED_RULES]
+        if isinstance(event, LayersObserved) and self._bin_size > 1:
+            self._bin.append(event)
+            if len(self._bin) == self._bin_size:
+                self._keep_extremes()
+        elif keep:
+            self.events.append(event)
+
+    def _flush(self) -> None:
+        """Keep the pending events before one of another kind."""
+        self._keep_extremes()
+        line, self._routes = self._routes, b""
+        if line:
+            self._decode(line)
+
+    def _keep_extremes(self) -> None:
+        if not self._bin:
+            return
+        kept = {0, len(self._bin) - 1}
+        for name in LAYER_SERIES:
+            values = [(v, i) for i, e in enumerate(self._bin) for v in getattr(e, name) if v is not None] or [(0.0, 0)]
+            kept |= {min(values)[1], max(values)[1], *(i for v, i in values if not math.isfinite(v))}
+        self.events += [self._bin[i] for i in sorted(kept)]
+        self._bin = []
 
 
-def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
+def read_config(folder: Path, problems: list[str]) -> dict[str, Any]:
     try:
         return flatten_table(parse_toml((folder / "config.toml").read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
@@ -269,7 +364,7 @@ def last_heartbeat(path: Path) -> dict[str, Any]:
     for line in reversed(tail(path)):
         with contextlib.suppress(ValueError):
             beat = parse_json(line)
-            if isinstance(beat, dict) and has_type(beat.get("time"), "float"):
+            if isinstance(beat, dict) and type(at := beat.get("time")) in (int, float) and abs(at) < 2**63:
                 return beat
     return {}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from tercet.errors import TercetError
 from tercet.report.facts import collect_facts
+from tercet.report.figure import POINTS
 from tercet.report.gates import GO, NO_GO, NOT_APPLICABLE, NOT_TESTED
 from tercet.report.plots import all_plots
 from tercet.report.read import Run
@@ -59,7 +60,8 @@ def html_page(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
     plots = all_plots(run, verdict.findings, baseline)
     facts = collect_facts(run, verdict.findings, baseline)
     anchors = {p.anchor: "plot" for p in plots} | ({"routes": "table"} if facts.routes else {})
-    return render_page("run.html", run=run, verdict=verdict, facts=facts, plots=plots, anchors=anchors)
+    thinned = POINTS if len(run.losses) > POINTS else 0
+    return render_page("run.html", thinned=thinned, run=run, verdict=verdict, facts=facts, plots=plots, anchors=anchors)
 
 
 def markdown(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:

@@ -13,7 +13,7 @@ from tercet.config.keys import flatten_table
 from tercet.errors import first_few
 from tercet.report.facts import KeyFigure, format_value, key_figures, subtitle
 from tercet.report.figure import SERIES, Plot, abbreviate_y_ticks, draw, label_step_axis
-from tercet.report.plots import interval_series, loss_axis_limits, paint_losses, step_series, validation_points
+from tercet.report.plots import loss_axis_limits, paint_logged, paint_losses, step_series, validation_points
 from tercet.report.read import Run, with_defaults
 from tercet.report.render import escape, render_page
 from tercet.report.verdict import Verdict
@@ -203,7 +203,7 @@ def _paint_grad_norms(axes: Any, column: Column, colour: str) -> None:
 
 def _paint_logged(name: str) -> Any:
     def paint_run(axes: Any, column: Column, colour: str) -> None:
-        axes.plot(*interval_series(column.run, name), color=colour, label=column.label)
+        paint_logged(axes, column.run.steps, name, colour, label=column.label)
 
     return paint_run
 

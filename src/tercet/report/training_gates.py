@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 from collections import Counter
@@ -24,7 +25,6 @@ from tercet.telemetry.events import (
     RunStarted,
     StageStarted,
     Stalled,
-    StepLogged,
     StepsSkipped,
 )
 from tercet.telemetry.sinks import data_wait_share, mean_of_last
@@ -161,7 +161,7 @@ def _process_ends(run: Run) -> list[tuple[str, str]]:
 
 def _continued(run: Run, start: RunStarted) -> bool:
     """Whether a process trained on from where it started."""
-    return any(e.step > start.step and e.time >= start.time for e in run.steps)
+    return any(e.step > start.step and e.time >= start.time for e in reversed(run.steps))
 
 
 def _trained_on(run: Run, start: RunStarted) -> bool:
@@ -205,7 +205,7 @@ def memory_gate(run: Run, limits: Thresholds) -> Gate:
     capacity = run.device_total_gib
     if not run.on_gpu:
         capacity = next((m.get("host_total_gib") for m in run.memory.values()), None)
-    peak = max((e.memory_gib for rank in run.events for e in run.of(StepLogged, rank)), default=0.0)
+    peak = max([*(e.memory_gib for e in run.steps), *(log.memory_gib for log in run.logs.values())], default=0.0)
     if capacity is None:
         gate.not_tested("memory capacity is unknown: mem_boot.json is missing", "")
     elif peak:
@@ -348,7 +348,8 @@ def checkpoint_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -
 
 def _spike_step(run: Run, spike: HealthFired) -> int:
     """The step whose loss it is; spike.step is that of the log line."""
-    losses = ((s, x) for e in run.steps if e.step == spike.step for s, x in enumerate(e.losses, e.first_step))
+    at = bisect.bisect_left(run.steps, spike.step, key=lambda e: e.step)
+    losses = ((s, x) for e in run.steps[at : at + 1] for s, x in enumerate(e.losses, e.first_step))
     return next((step for step, loss in losses if loss == spike.value), spike.step)
 
 
@@ -389,8 +390,8 @@ def data_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate
     elif source == "synthetic":
         gate.not_tested("trained on synthetic data", "train on your own data: --data.source")
     # not the first interval of a process, which waits for files, tokenizer and a block of shuffled sequences
-    begins = {e.step for e in run.started}
-    later = [e for e in run.steps if not any(e.first_step - 1 <= begin < e.step for begin in begins)]
+    begins = sorted(e.step for e in run.started)
+    later = [e for e in run.steps if bisect.bisect_left(begins, e.first_step - 1) == bisect.bisect_left(begins, e.step)]
     if (wait := data_wait_share(later)) is not None:
         gate.add_evidence("waiting for data", f"{100 * wait:.2f}% of step time, start excluded")
         if wait > limits.data_wait:

@@ -26,15 +26,12 @@ from tercet.report.gates import (
 from tercet.report.integrity import contradictions
 from tercet.report.read import Run
 from tercet.telemetry.events import HealthFired
-from tercet.telemetry.health import health_findings
 from tercet.telemetry.units import plural
 
 HEALTHY, UNHEALTHY, UNKNOWN = "healthy", "unhealthy", "unknown"
 # With fewer steps nobody can say whether the loss falls.
 MIN_HEALTHY_STEPS = 20
 EXIT_CODES = {GO: 0, NO_GO: 3, NOT_TESTED: 4}
-# Losses, gradients and speed are the same on every rank: count their findings once, from rank 0.
-_SHARED_RULES = {"loss_spike", "nonfinite", "zero_grad", "throughput_drop"}
 
 # (reason, fix, names of the gates it concerns)
 Reason = tuple[str, str, list[str]]
@@ -118,10 +115,7 @@ class Verdict:
 def judge(run: Run, baseline: Run | None = None, limits: Thresholds | None = None) -> Verdict:
     """Evaluate all gates of a run."""
     limits = limits or Thresholds()
-    init_from = run.config.get("train.init_from")
-    findings = health_findings(run.events.get(0, []), init_from)
-    for rank in sorted(set(run.events) - {0}):
-        findings += [f for f in health_findings(run.events[rank], init_from) if f.rule not in _SHARED_RULES]
+    findings = run.findings
     gates = [
         training_gates.stability_gate(run, findings, limits),
         training_gates.memory_gate(run, limits),
@@ -155,8 +149,7 @@ def judge(run: Run, baseline: Run | None = None, limits: Thresholds | None = Non
 def _record_gate(run: Run) -> Gate:
     """Whether the record is good enough to judge the run by."""
     gate = GateBuilder("record", "a complete, gapless and consistent record of every rank")
-    events = sum(len(stream) for stream in run.events.values())
-    gate.add_evidence("events", f"{events:,} from {len(run.events)} of {run.world_size} ranks")
+    gate.add_evidence("events", f"{run.event_count:,} from {len(run.events)} of {run.world_size} ranks")
     gate.add_evidence("state", run.state)
     found = contradictions(run)
     for sentence in found[:4]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import deque
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from tercet.errors import UsageError
 from tercet.report.facts import describe
-from tercet.report.read import last_heartbeat, read_run, stale_after
+from tercet.report.read import MEASUREMENTS, ROUTES, last_heartbeat, read_config, read_run, stale_after
 from tercet.telemetry import events
 from tercet.telemetry.event_log import rank_files
 from tercet.telemetry.events import Event, decode
@@ -59,14 +60,25 @@ class Follower:
             size = self.path.stat().st_size
             if size < self._offset:
                 self.reset()  # the file was rewritten: the run resumed from an earlier step
+            latest: dict[bytes, deque[bytes]] = {}  # lines that a long run has many of: only the last ones count
             with self.path.open("rb") as stream:
                 stream.seek(self._offset)
-                *lines, rest = stream.read().split(b"\n")
-                self._offset = stream.tell() - len(rest)
-            for line in lines:
-                with contextlib.suppress(ValueError):
-                    if (event := decode(line)) is not None:
-                        self._handle(event)
+                for line in stream:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._offset += len(line)
+                    kind = line[: line.find(b",")]
+                    if line.startswith(MEASUREMENTS):
+                        latest.setdefault(kind, deque(maxlen=2000)).append(line)
+                    elif not line.startswith(ROUTES):
+                        self._read(line)
+            for line in itertools.chain(*latest.values()):
+                self._read(line)
+
+    def _read(self, line: bytes) -> None:
+        with contextlib.suppress(ValueError):
+            if (event := decode(line)) is not None:
+                self._handle(event)
 
     def _handle(self, event: Event) -> None:
         self.last[type(event)] = event
@@ -85,7 +97,9 @@ class View:
     """All ranks of a run, rendered with rich."""
 
     def __init__(self, folder: Path) -> None:
-        self.stale_after = stale_after(read_run(folder).config)  # raises if this is not a run folder
+        self.stale_after = stale_after(read_config(folder, []))
+        if not any(path.stat().st_size for path in rank_files(folder, "events").values()):
+            read_run(folder)  # raises: no event yet, or not a run folder
         self.folder = folder
         self.ranks: dict[int, Follower] = {}
 

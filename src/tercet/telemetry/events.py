@@ -11,6 +11,7 @@ import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar, dataclass_transform
 
 from tercet.parse import parse_json
@@ -293,44 +294,46 @@ def decode(line: str | bytes) -> Event | None:
     cls = KINDS.get(record.pop("kind"))
     if cls is None:
         return None
-    known = {f.name: f for f in dataclasses.fields(cls)}
-    numbers = {k for k, f in known.items() if "float" in str(f.type)}
-    values = {k: _number(v) if k in numbers else v for k, v in record.items() if k in known}
+    values = {}
+    for name, types, is_list in _declared(cls):
+        if name in record:
+            value = record[name]
+            found = {type(value)} if not is_list else set(map(type, value)) if type(value) is list else {None}
+            values[name] = value if found <= types and int not in found else _checked(value, types, is_list)
     try:
         event = cls(**values)
     except TypeError as error:
         raise ValueError(str(error)) from None
-    if not _well_typed(event):
-        raise ValueError("a value has the wrong type")
+    if cls.table and len({len(value) for value in values.values() if type(value) is list}) != 1:
+        raise ValueError("the columns of a table have unequal lengths")
     return event
 
 
-def _well_typed(event: Event) -> bool:
-    """Whether every field has its declared type, and tables have columns of equal length."""
-    lengths = set()
-    for f in dataclasses.fields(event):
-        value, declared = getattr(event, f.name), str(f.type)
-        if not declared.startswith("list"):
-            if not has_type(value, declared):
-                return False
-            continue
-        item = declared.removeprefix("list[").removesuffix("]")
-        if not isinstance(value, list) or not all(has_type(v, item) for v in value):
-            return False
-        lengths.add(len(value))
-    return not event.table or len(lengths) == 1
+_TYPES: dict[str, set[type]] = {
+    "int": {int}, "float": {float, int}, "str": {str}, "bool": {bool}, "None": {type(None)},
+}  # fmt: skip
 
 
-def has_type(value: Any, declared: str) -> bool:
-    """Whether a value has the type of an annotation, such as `float | None`. Integers have 64 bits."""
-    if value is None:
-        return "None" in declared
-    if declared.startswith("list"):
-        return isinstance(value, list)
-    kind = declared.split(" ")[0]
-    if kind in ("int", "float"):
-        return (kind == "float" and isinstance(value, float)) or (type(value) is int and abs(value) < 2**63)
-    return isinstance(value, {"str": str, "bool": bool}.get(kind, object))
+@cache
+def _declared(cls: type[Event]) -> list[tuple[str, set[type], bool]]:
+    """(name, types of the value or of its items, whether it is a list) of every field."""
+    found = []
+    for f in dataclasses.fields(cls):
+        item = str(f.type).removeprefix("list[").removesuffix("]")
+        types = {list} if item.startswith("list") else set[type]().union(*(_TYPES[part] for part in item.split(" | ")))
+        found.append((f.name, types, str(f.type).startswith("list")))
+    return found
+
+
+def _checked(value: Any, types: set[type], is_list: bool) -> Any:
+    """The value, with the numbers that are written as strings. Raises ValueError for a wrong type or size."""
+    if is_list and type(value) is list:
+        return [_checked(v, types, False) for v in value]
+    if float in types and type(value) is str:
+        return float(value)
+    if is_list or type(value) not in types or (type(value) is int and abs(value) >= 2**63):
+        raise ValueError("a value has the wrong type")
+    return value
 
 
 def parse_record(line: str | bytes) -> dict[str, Any]:
@@ -344,9 +347,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, str):
-        return float(value)
-    return [_number(v) for v in value] if isinstance(value, list) else value

@@ -5,6 +5,7 @@ A pure function of the events: no clocks, files or torch.
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 from collections import deque
@@ -41,6 +42,7 @@ class HealthMonitor:
         self._opened: set[object] = set()  # layers, and branches of layers, that have passed their rule once
         self._bad: dict[tuple[str, object], int] = {}  # consecutive bad intervals, by rule and layer
         self._losses: deque[float] = deque(maxlen=config.loss_window)
+        self._ordered: list[float] = []  # the same, sorted
         self._speeds: deque[float] = deque(maxlen=50)
         self._warming_up = True
         self._stage: int | None = None  # of train.stages
@@ -56,6 +58,7 @@ class HealthMonitor:
             if isinstance(event, StageStarted):
                 if event.stage != self._stage:  # a process that resumes within a stage repeats its event
                     self._losses.clear()
+                    self._ordered.clear()
                 self._stage = event.stage
             found = []
         elif isinstance(event, StepLogged):
@@ -81,14 +84,17 @@ class HealthMonitor:
             if not math.isfinite(loss):
                 continue  # left to the nonfinite rule
             if len(self._losses) >= _MIN_LOSSES:
-                median = statistics.median(self._losses)
-                spread = _MAD_TO_STD * statistics.median(abs(x - median) for x in self._losses)
-                limit = median + max(c.loss_spike_nats, c.loss_spike_deviations * spread)
-                sentence = (
-                    f"loss {loss:.4f} in step {step}; the median of the last {len(self._losses)} steps is {median:.4f}"
-                )
+                median, limit, sentence = _middle(self._ordered), loss, ""
+                if loss > median + c.loss_spike_nats:
+                    spread = _MAD_TO_STD * statistics.median(abs(x - median) for x in self._losses)
+                    limit = median + max(c.loss_spike_nats, c.loss_spike_deviations * spread)
+                    count = f"the median of the last {len(self._losses)} steps"
+                    sentence = f"loss {loss:.4f} in step {step}; {count} is {median:.4f}"
                 found += self._if_persistent(event, "loss_spike", None, loss > limit, 1, sentence, loss, limit)
+            if len(self._losses) == self._losses.maxlen:
+                del self._ordered[bisect.bisect_left(self._ordered, self._losses[0])]
             self._losses.append(loss)
+            bisect.insort(self._ordered, loss)
         return found
 
     def _gradients(self, event: StepLogged) -> list[HealthFired]:
@@ -206,6 +212,12 @@ class HealthMonitor:
                 layer=layer,
             )
         ]
+
+
+def _middle(ordered: list[float]) -> float:
+    """The median of sorted values."""
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def _measured(values: list[float | None]) -> list[tuple[int, float]]:
