@@ -155,6 +155,9 @@ def test_a_cache_repeats_selects_and_forgets_rows(theirs):
         cache.batch_select_indices(torch.tensor([2, 1]))
         logits = theirs(ids.flip(0)[:, -1:], past_key_values=cache).logits[:, -1]
         torch.testing.assert_close(logits, expected.flip(0), rtol=1e-4, atol=1e-4)
+        cache.real = torch.tensor([[False, True], [True, True]])
+        cache.reorder_cache(torch.tensor([1, 0]))
+        assert cache.real.tolist() == [[True, True], [False, True]]
         cache.reset()
         assert (cache.get_seq_length(), cache.is_initialized) == (0, False)
         torch.testing.assert_close(theirs(ids, past_key_values=cache).logits[:, -1], expected, rtol=1e-4, atol=1e-4)
@@ -248,7 +251,8 @@ def square(mask, kind):
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_masks_of_every_kind_are_read(model, theirs, side):
     ids, mask = padded(PROMPTS, side)
-    ids, mask = (torch.cat((x, torch.zeros_like(x[:1]))) for x in (ids, mask))  # a row of padding
+    more = (20, 0, 0, 1) if side == "left" else (0, 0, 0, 1)  # a row of padding, and a first chunk
+    ids, mask = F.pad(ids, more), F.pad(mask, more)
     width = ids.shape[1]
     with torch.no_grad():
         expected = theirs(ids, attention_mask=mask).logits
