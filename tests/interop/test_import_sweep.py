@@ -160,7 +160,7 @@ def down(value: float, dtype: torch.dtype) -> Callable[[dict[str, torch.Tensor]]
         ("llama", {}, down(1e300, torch.float64), "has NaN or infinite weights"),
         ("llama", {"transformers_weights": "none.safetensors"}, None, "cannot be compared .* pass --check=false"),
     ],
-    ids=str,
+    ids=lambda given: given.replace(" ", "-")[:40] if isinstance(given, str) else "",
 )
 def test_models_that_tercet_would_compute_differently_are_refused(family, entries, weights, words, tmp_path):
     dense_model(tmp_path / "dense", FAMILIES[family](**SIZES, head_dim=8, sliding_window=None))

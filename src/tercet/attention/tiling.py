@@ -157,9 +157,9 @@ class _TiledAttention(torch.autograd.Function):
             p = s.exp_()
             total = p.sum(-1, keepdim=True)
             share = torch.where(total > 0, total, 1).reciprocal_()
-            found = torch.bmm(p, values[:, tile.keys]).mul_(share)
+            found = torch.bmm(p, values[:, tile.keys]) * share  # not in place: checkpointing may keep the product
             if spoiled is not None:
-                found.masked_fill_(torch.bmm(p, spoiled[:, tile.keys]) != 0, torch.nan)
+                found = found.masked_fill(torch.bmm(p, spoiled[:, tile.keys]) != 0, torch.nan)
             out[:, mine] = found
             lse[:, mine] = torch.where(total > 0, highest + total.log(), torch.inf)[..., 0]
             if on_tile is not None and wide is not None:
