@@ -262,7 +262,7 @@ def test_a_layer_samples_queries_at_any_place_whatever_the_precision(dtype: torc
 
 
 def test_an_empty_input_is_refused_in_training_too() -> None:
-    with pytest.raises(ValueError, match="at least one element"):
+    with pytest.raises(ValueError, match="at least one token"):
         make_layer().train()(torch.randn(1, 0, 32))
 
 
