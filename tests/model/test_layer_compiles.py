@@ -80,7 +80,9 @@ def test_a_block_sparse_layer_compiles_to_one_graph(monkeypatch, kernels, packed
     assert layer.routes == ({"dense": "sdpa"} if dense_below == 100 else {"selected": "triton"})
 
 
-@pytest.mark.parametrize("kind", ["NativeSparseAttention", "BlockSparseAttention"])
+@pytest.mark.parametrize(
+    "kind", ["NativeSparseAttention", pytest.param("BlockSparseAttention", marks=pytest.mark.slow)]
+)
 def test_the_reference_compiles_to_one_graph(kind: str) -> None:
     layer = getattr(tercet, kind)(32, 4, 2, 8, config=CONFIG)
     check_compiles(layer, [0, 3, 70] if kind == "NativeSparseAttention" else None)
