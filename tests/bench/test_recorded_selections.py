@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,12 +131,6 @@ def test_the_package_has_a_small_recording_that_fits_every_shape_up_to_64k() -> 
         late = blocks[:, config.select_block * config.select_count :]
         assert (late.diff() > 0).all()  # 16 blocks each, in the order that `block_indices=` needs
         assert 0.6 < attention.agreement(blocks) < 0.8  # about 0.3 in random inputs, over 0.9 in smooth ones
-
-
-def test_order_of_selections_from_all_the_same_to_all_different() -> None:
-    order = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "selection_order.py"))["order"]
-    assert order(torch.arange(16).repeat(64, 1)) == (1.0, 1.0)
-    assert order(torch.arange(64 * 16).view(64, 16)) == (64.0, 0.0)
 
 
 def test_a_recording_must_fit_the_benchmark(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Which kernel runs, and with which launch settings. The launch code reads this table; `docs/kernels.md` prints it.
+"""Which kernel runs, and with which launch settings. The launch code reads this table.
 
 Each row of TABLE says: for this stage, on these architectures, at these head sizes, the kernel in this module runs with
 these settings. The first row that fits a call wins. Nothing is searched at run time: the first call compiles one
-variant and Triton's cache keeps it. `tercet bench tune` measures candidates for the Triton rows.
+variant and Triton's cache keeps it.
 
 The selected branch has one more level. Its settings (SELECTED) follow from dtype, head sizes and select_block; which of
 its two designs runs then depends on the selection itself (selected/__init__.py).
@@ -11,7 +11,7 @@ its two designs runs then depends on the selection itself (selected/__init__.py)
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -343,76 +343,3 @@ def too_large(shared: int, dtype: torch.dtype, dk: int, dv: int, select_block: i
         f"a block of select_block={select_block} with Dk={dk}, Dv={dv} in {name} takes {needed // 1024} KiB of shared "
         f"memory, and this GPU has {shared // 1024}"
     )
-
-
-# ------------------------------------------------------------ as a page
-
-_TITLES = {
-    "compressed_forward": "compressed forward",
-    "score": "block scores",
-    "token_score": "block scores of a learned selector",
-    "window_forward": "window forward",
-    "query_gradient": "dQ of compressed and window",
-    "compressed_key_gradients": "compressed dK/dV",
-    "window_key_gradients": "window dK/dV",
-    "selected_partials": "selected forward, scattered",
-    "selected_key_gradients": "selected dK/dV",
-}
-# stage, selection pattern, module: the rows that depend on the selection
-_SELECTED_STAGES = (
-    ("selected forward", "mean tile list ≤ forward limit", "`selected.query_major`"),
-    (
-        "selected forward",
-        "longer; head 64, 96 or 128, blocks of 64 or 128 (head 64: also 32), sm_90",
-        "`hopper.selected_forward`; forced blocks `selected.query_major`",
-    ),
-    ("selected forward", "longer", "`selected.kv_major`; forced blocks `selected.query_major`"),
-    ("selected dQ", "mean tile list ≤ backward limit", "`selected.query_major`"),
-    (
-        "selected dQ",
-        "longer; head 64, 96 or 128, blocks of 64 or 128 (head 64: also 32), sm_90",
-        "`hopper.selected_dkv`, with dK/dV",
-    ),
-    ("selected dQ", "longer", "`selected.kv_major` (`kv_major_dkv`, with dK/dV)"),
-    ("selected dK/dV", "head 64, 96 or 128, blocks of 64 or 128 (head 64: also 32), sm_90", "`hopper.selected_dkv`"),
-    ("selected dK/dV", "mean tile list ≤ backward limit; head ≤ 64", "`selected.kv_major` (`kv_major_dkv_transposed`)"),
-    ("selected dK/dV", "else", "`selected.kv_major` (`kv_major_dkv`)"),
-)
-
-
-def render() -> str:
-    """The tables of docs/kernels.md, as Markdown."""
-    lines = ["| stage | sm | head | calls | module | settings |", "|---|---|---|---|---|---|"]
-    for row in TABLE:
-        stages = "all but selected" if row.stages == ALL else ", ".join(_TITLES[stage] for stage in row.stages)
-        calls = "float32" if row.float32 else "bf16, fp16"
-        calls += "" if row.packed else "; not packed"
-        calls += "" if row.query_range else "; whole sequences"
-        majors = ", ".join(f"{major}0" for major in row.majors) or "any"
-        heads = ", ".join(map(str, row.heads))
-        module = f"`{row.module}`" if row.module else ", ".join(dict.fromkeys(f"`{TRITON[s]}`" for s in row.stages))
-        module = "Triton" if row.stages == ALL else module
-        lines.append(f"| {stages} | {majors} | {heads} | {calls} | {module} | {_changed(row.launch)} |")
-    lines += ["", "| stage | selection pattern | module |", "|---|---|---|"]
-    lines += [f"| {stage} | {pattern} | {module} |" for stage, pattern, module in _SELECTED_STAGES]
-    lines += ["", "| selected branch | " + " | ".join(name for name, _ in SELECTED) + " |"]
-    lines.append("|---" * (1 + len(SELECTED)) + "|")
-    same = []
-    for field in fields(SelectedSettings):
-        values = [str(getattr(settings, field.name)) for _, settings in SELECTED]
-        if len(set(values)) == 1:
-            same.append(f"`{field.name}` {values[0]}")
-        else:
-            lines.append(f"| {field.name} | {' | '.join(values)} |")
-    lines += ["", f"The same everywhere: {', '.join(same)}.", "Blocks of 128 tokens are read as two of 64."]
-    fewer = "With less shared memory than Hopper's, rows are halved, down to 16, until a tile fits"
-    lines += ["", f"{fewer} (`table.selected_settings`)."]
-    decode = "Decode uses the same kernels everywhere. On sm_90 and newer the launches of a step overlap"
-    lines += ["", f"{decode} for up to", f"{PDL_MOST_PAIRS} (row, KV head) pairs."]
-    return "\n".join(lines) + "\n"
-
-
-def _changed(launch: Launch) -> str:
-    """The fields that differ from the defaults."""
-    changed = {f.name: getattr(launch, f.name) for f in fields(launch) if getattr(launch, f.name) != f.default}
-    return ", ".join(name if value is True else f"{name} {value}" for name, value in changed.items()) or "defaults"

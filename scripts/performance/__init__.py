@@ -1,1 +1,0 @@
-"""The tables and plots of scripts/performance_tables.py, by topic."""
