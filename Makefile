@@ -6,7 +6,7 @@ CHECK_PYTHON := import sys; sys.exit(sys.version_info < (3, 11) and "needs Pytho
 MAKE_VENV := test -x $(BIN)/python || { $(PYTHON) -c '$(CHECK_PYTHON)' && $(PYTHON) -m venv $(VENV); }
 PIP    := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup setup-dev train recall test test-slow test-gpu test-multi-gpu lint ruff mypy pytest format wheel clean
+.PHONY: setup setup-dev train recall count test test-slow test-gpu test-multi-gpu lint ruff mypy pytest format wheel clean
 
 # What training needs. --no-compile: byte-compiling the dependencies takes longer than unpacking them. pip first: the
 # one that comes with Python 3.11 takes twice as long for the rest.
@@ -86,6 +86,10 @@ test-gpu:
 # The same tests run over gloo, on CPUs, in `make test-slow`.
 test-multi-gpu:
 	$(GPU_TEST) -m multi_gpu tests/parallel
+
+# Sizes of the tree, to keep them in view.
+count: setup
+	@$(BIN)/python scripts/count.py
 
 wheel: setup-dev
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation -w dist .

@@ -216,14 +216,6 @@ def test_times_of_a_run_that_are_not_finite(tmp_path, capsys):
         assert "1/9 steps" in capsys.readouterr().out
 
 
-def test_tuning_without_triton(monkeypatch, capsys):
-    monkeypatch.setattr("tercet.attention.hardware.TRITON_INSTALLED", False)
-    assert cli.main(["bench", "tune"]) == 1
-    assert capsys.readouterr().err.startswith(
-        "error: tercet bench tune times Triton's kernels and Triton is not installed"
-    )
-
-
 def test_flight_records(tmp_path, capsys):
     folder = tmp_path / "flight_recorder"
     folder.mkdir()

@@ -59,7 +59,7 @@ GROUPS = {
     "bench": ("tercet.bench.commands", "benchmark attention, decoding and training"),
     "eval": (
         "tercet.inference.eval_commands",
-        "evaluate a model: perplexity, context, needle, ruler, recall, lm-eval, selection-map, selections",
+        "evaluate a model: perplexity, context, needle, ruler, recall, lm-eval, selection-map",
     ),
     "export": ("tercet.interop.export_commands", "export a run for Transformers: tercet export hf RUN OUT"),
     "import": ("tercet.interop.import_commands", "import a Hugging Face checkpoint: tercet import hf FOLDER OUT"),

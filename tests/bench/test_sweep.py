@@ -10,13 +10,12 @@ import pytest
 
 from runs import step_logged
 from tercet.bench import learning_rates
-from tercet.bench.cells import CellRun, as_flags
-from tercet.bench.sweep import Cell, Point, cell_keys, cliffs, heat_maps, judge, points, render, sweep
+from tercet.bench.cells import Ended
+from tercet.bench.sweep import Cell, Point, as_flags, cell_keys, cliffs, judge, render, sweep
 from tercet.cli import Sources
 from tercet.config.flags import parse
 from tercet.config.load import load
 from tercet.errors import UsageError
-from tercet.inference.plots import text_colour
 from tercet.telemetry.events import StepLogged, Validated
 
 POINT = Point("single", 256, 2, "none")
@@ -24,12 +23,6 @@ POINT = Point("single", 256, 2, "none")
 
 def logged(step: int, seconds: float) -> StepLogged:
     return step_logged(step, step_seconds=seconds, tokens_per_s=512 / seconds, memory_gib=step)
-
-
-def test_bucket_sizes_apply_to_ddp_only():
-    grid = points([256, 512], [1, 2], ["none", "full"], ["ddp", "fsdp"], [1.0, 25.0, 100.0])
-    assert len(grid) == 2 * 2 * 2 * (3 + 1)
-    assert {p.bucket_mb for p in grid if p.strategy == "fsdp"} == {None}
 
 
 def test_a_cell_turns_the_shuffle_buffer_off():
@@ -42,14 +35,14 @@ def test_a_cell_turns_the_shuffle_buffer_off():
 def test_a_cell_has_no_stages_and_no_profile():
     base = {"train.stages": "64:5,128:5", "profile.steps": "8:9"}
     keys = cell_keys(POINT, 1, 3)
-    for found in (keys, keys | learning_rates.settings(load("tiny", flags=base).config, 1e-3, 3)):
+    for found in (keys, keys | learning_rates.keys(load("tiny", flags=base).config, 1e-3, 3)):
         _, given = parse(as_flags(found), options=Sources, values={}, prog="tercet train")
         config = load("tiny", flags=base | given).config
         assert (config.train.stages, config.profile.steps) == ((), None)
 
 
 def test_the_first_step_is_ignored_and_memory_is_the_peak():
-    cell = judge(POINT, CellRun([logged(1, 9.0), logged(2, 0.5), logged(3, 0.5), logged(4, 0.6)], 0, ""))
+    cell = judge(POINT, Ended(0, ""), [logged(1, 9.0), logged(2, 0.5), logged(3, 0.5), logged(4, 0.6)])
     assert (cell.outcome, cell.tokens_per_s, cell.step_seconds, cell.memory_gib) == ("ok", 1024.0, 0.5, 4)
 
 
@@ -70,44 +63,30 @@ def test_the_first_step_is_ignored_and_memory_is_the_peak():
     ],
 )
 def test_a_failed_cell_reports_the_reason(code, text, late, outcome):
-    cell = judge(POINT, CellRun([], code, text, late))
+    cell = judge(POINT, Ended(code, text, late), [])
     assert cell.outcome == outcome
     assert cell.tokens_per_s is None
 
 
 def test_a_cell_whose_data_ended_early_is_reported():
-    assert "data ended after 1 steps" in judge(POINT, CellRun([logged(1, 9.0)], 0, "")).outcome
+    assert "data ended after 1 steps" in judge(POINT, Ended(0, ""), [logged(1, 9.0)]).outcome
 
 
 def test_cliffs_are_found_along_batch_and_length():
     def cell(length: int, batch: int, speed: float | None) -> Cell:
-        point = Point("ddp", length, batch, "none", 25.0)
+        point = Point("ddp", length, batch, "none")
         return Cell(point, "ok" if speed else "out of memory", speed, 1.0, 1.0, 4)
 
     cells = [cell(256, 1, 1000), cell(256, 2, 500), cell(256, 4, None), cell(512, 1, 900), cell(512, 2, 880)]
     found = cliffs(cells)
     assert len(found) == 1
     assert "batch 1 → 2 drops from 1000 to 500 tokens/s (50%)" in found[0]
-    assert cliffs([cell(256, 1, 1000), cell(512, 1, 100)])[0].startswith(
-        "ddp, checkpointing none, buckets of 25 MB: length"
-    )
+    assert cliffs([cell(256, 1, 1000), cell(512, 1, 100)])[0].startswith("ddp, checkpointing none: length")
     table = "\n".join(render(cells))
     assert "| 256 | 1000 tokens/s, 1.00 GiB | 500 tokens/s, 1.00 GiB | out of memory |" in table
     assert "warning: ddp" in table
     assert "no throughput cliffs" in render([cell(256, 1, 1000)])
     assert "no throughput cliffs" not in render([cell(256, 1, None)])
-
-
-def test_heat_maps_include_failed_cells(tmp_path):
-    cells = [Cell(POINT, "ok", 10.0, 1.0, 1.0, 3), Cell(dataclasses.replace(POINT, batch=4), "out of memory")]
-    (path,) = heat_maps(cells, tmp_path)
-    assert "<svg" in path.read_text()
-
-
-def test_labels_of_a_heat_map_contrast_with_their_cells():
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    image = figure.subplots().imshow([[0.0, 1.0]], cmap="viridis")
-    assert [text_colour(image, value) for value in (0.0, 0.2, 0.7, 1.0)] == ["white", "white", "black", "black"]
 
 
 def losses_of(*losses: float) -> StepLogged:
@@ -121,29 +100,29 @@ def validated(loss: float) -> Validated:
 @pytest.mark.parametrize(
     ("run", "outcome", "loss"),
     [
-        (CellRun([losses_of(5.0, 4.0, 3.0), validated(2.5)], 0, ""), "ok", 2.5),
-        (CellRun([losses_of(5.0, 4.0, 3.0)], 0, ""), "ok", 4.0),  # without validation: smoothed
-        (CellRun([losses_of(5.0, 6.0, 9.0), validated(9.0)], 0, ""), "diverged", None),
-        (CellRun([losses_of(5.0, math.nan)], 1, "error: stopped: 5 of the last 5 steps"), "diverged", None),
-        (CellRun([losses_of(5.0)], 1, "CUDA out of memory"), "out of memory", None),
+        ((Ended(0, ""), [losses_of(5.0, 4.0, 3.0), validated(2.5)]), "ok", 2.5),
+        ((Ended(0, ""), [losses_of(5.0, 4.0, 3.0)]), "ok", 4.0),  # without validation: smoothed
+        ((Ended(0, ""), [losses_of(5.0, 6.0, 9.0), validated(9.0)]), "diverged", None),
+        ((Ended(1, "error: stopped: 5 of the last 5 steps"), [losses_of(5.0, math.nan)]), "diverged", None),
+        ((Ended(1, "CUDA out of memory"), [losses_of(5.0)]), "out of memory", None),
     ],
 )
 def test_a_learning_rate_is_judged_by_its_last_loss(run, outcome, loss):
-    cell = learning_rates.judge(1e-3, run)
+    cell = learning_rates.judge(1e-3, *run)
     assert (cell.outcome, cell.loss) == (outcome, loss)
 
 
 def test_learning_rates_are_compared_and_plotted(tmp_path, monkeypatch, capsys):
-    runs = {1e-4: CellRun([losses_of(5.0, 4.0), validated(4.0)], 0, ""),
-            1e-3: CellRun([losses_of(5.0, 3.0), validated(3.0)], 0, ""),
-            1e-1: CellRun([losses_of(5.0, math.inf)], 0, "")}  # fmt: skip
+    runs = {1e-4: (Ended(0, ""), [losses_of(5.0, 4.0), validated(4.0)]),
+            1e-3: (Ended(0, ""), [losses_of(5.0, 3.0), validated(3.0)]),
+            1e-1: (Ended(0, ""), [losses_of(5.0, math.inf)])}  # fmt: skip
     started = []
 
     def run_cell(words, keys, seconds):
         started.append(load("tiny", flags=keys).config)
         return runs[keys["train.lr"]]
 
-    monkeypatch.setattr(learning_rates, "run_cell", run_cell)
+    monkeypatch.setattr("tercet.bench.sweep.run_cell", run_cell)
     assert sweep("tiny", lrs=(1e-1, 1e-4, 1e-3), out=str(tmp_path), device="cpu") == 0
     assert [config.train.lr for config in started] == sorted(runs)
     assert {(c.train.steps, c.train.warmup_steps, c.train.sample_tokens) for c in started} == {(100, 10, 0)}
@@ -166,9 +145,8 @@ def test_a_sweep_reads_a_file_and_settings(tmp_path, monkeypatch, lrs):
 
     def run_cell(words, keys, seconds):
         started.append(load("tiny", file=words[words.index("--config") + 1], flags=keys).config)
-        return CellRun([losses_of(5.0, 4.0)], 0, "")
+        return (Ended(0, ""), [losses_of(5.0, 4.0)])
 
-    monkeypatch.setattr(learning_rates, "run_cell", run_cell)
     monkeypatch.setattr("tercet.bench.sweep.run_cell", run_cell)
     own = "model.selector=learned,model.branches=selected,window,train.lr=1"
     sweep("tiny", config=str(file), settings=own, lrs=lrs, out=str(tmp_path / "out"), device="cpu")
@@ -183,10 +161,11 @@ def test_a_sweep_reads_a_file_and_settings(tmp_path, monkeypatch, lrs):
     [
         ({"lrs": (0.0,)}, "--lrs 0 must be above 0"),
         ({"lrs": (1e-3,), "batches": (1, 2)}, "2 combinations"),
+        ({"settings": "train.steps=9"}, "sets train.steps itself; use --steps"),
         ({"lrs": (1e-3,), "settings": "train.optimizer=muon,train.muon.lr=0.01"}, "train.muon.lr=0.01 is set"),
     ],
 )
-def test_wrong_learning_rate_sweeps_are_refused(tmp_path, options, said):
+def test_wrong_sweeps_are_refused(tmp_path, options, said):
     with pytest.raises(UsageError, match=said):
         sweep("tiny", out=str(tmp_path / "out"), **options)
     assert not (tmp_path / "out").exists()
@@ -203,10 +182,10 @@ def test_results_of_an_earlier_sweep_are_kept(tmp_path, name, lrs):
 
 def test_the_best_learning_rate_at_the_edge_asks_for_more():
     cells = [learning_rates.LRCell(lr, "ok", loss) for lr, loss in ((1e-4, 4.0), (1e-3, 3.0))]
-    assert "try larger learning rates" in "\n".join(learning_rates.render(cells, cells[1]))
-    assert "try smaller learning rates" in "\n".join(learning_rates.render(cells, cells[0]))
+    assert "try larger learning rates" in "\n".join(learning_rates.render(cells))
+    assert "try smaller learning rates" in "\n".join(learning_rates.render(cells[::-1]))
     for outcome, smaller in (("diverged", True), ("error: data.path=x does not exist", False)):
-        lines = learning_rates.render([learning_rates.LRCell(1e-3, outcome)], None)
+        lines = learning_rates.render([learning_rates.LRCell(1e-3, outcome)])
         assert ("try smaller" in lines[-1]) == smaller
 
 
@@ -228,17 +207,3 @@ def test_a_sweep_continues_after_a_cell_that_cannot_run(tmp_path, capsys):
     assert [c["outcome"] == "ok" for c in cells] == [True, True, False, False]
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["ok"] == 2
-
-
-@pytest.mark.slow
-def test_a_sweep_over_strategies_and_bucket_sizes(tmp_path, capsys):
-    code = sweep(
-        lengths=(128,), batches=(2,), strategies=("ddp", "fsdp"), bucket_mb=(0.05, 25.0), ranks=2, steps=3,
-        seconds=200, out=str(tmp_path), device="cpu",
-    )  # fmt: skip
-    assert code == 0
-    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (summary["cells"], summary["ok"]) == (3, 3)
-    table = (tmp_path / "sweep.md").read_text()
-    for label in ("ddp, checkpointing none, buckets of 0.05 MB", "buckets of 25 MB", "fsdp, checkpointing none"):
-        assert label in table

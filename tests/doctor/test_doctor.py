@@ -113,10 +113,16 @@ def test_a_vocabulary_that_does_not_fit_fails():
     assert "--model.vocab_size" in found.fix
 
 
+@pytest.mark.parametrize("gate", ["sigmoid", "none"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_kernels_are_compared_with_the_reference(packed):
+def test_kernels_are_compared_with_the_reference(packed, gate, monkeypatch):
     # Compare the reference with itself: equal up to the rounding of its inputs.
-    model, here = small().model, {"device": "cpu", "length": 64, "backend": "reference", "packed": packed}
+    other = "tercet.attention." + (
+        "functional.nsa_attention" if gate == "none" else "block_sparse.block_sparse_attention"
+    )
+    monkeypatch.setattr(other, lambda *_, **__: pytest.fail("this model has another operator"))
+    model = small(model__gate=gate).model
+    here = {"device": "cpu", "length": 64, "backend": "reference", "packed": packed}
     forward, backward, slots = kernels.compare(model, torch.float32, **here)
     assert forward == backward == 0
     assert slots == 1
@@ -130,10 +136,10 @@ def test_packed_documents_are_compared_with_max_seqlen_as_in_training(monkeypatc
 
     real, bounds = functional.nsa_attention, []
 
-    def watched(**named):
+    def watched(*tensors, **named):
         cu = named["cu_seqlens"]
         bounds.append((named["max_seqlen"], None if cu is None else int(cu.diff().max())))
-        return real(**named)
+        return real(*tensors, **named)
 
     monkeypatch.setattr(functional, "nsa_attention", watched)
     for packed in (True, False):
@@ -201,11 +207,12 @@ def test_a_nan_gradient_fails(monkeypatch):
 
     real = functional.nsa_attention
 
-    def poisoned(**named):
-        if named["v_window"].dtype == torch.bfloat16:  # the kernels under test; the reference runs in fp32
-            named["v_window"] = named["v_window"].clone()
-            named["v_window"].register_hook(lambda grad: grad * torch.nan)
-        return real(**named)
+    def poisoned(*tensors, **named):
+        *others, v_window, gates = tensors
+        if v_window.dtype == torch.bfloat16:  # the kernels under test; the reference runs in fp32
+            v_window = v_window.clone()
+            v_window.register_hook(lambda grad: grad * torch.nan)
+        return real(*others, v_window, gates, **named)
 
     monkeypatch.setattr(functional, "nsa_attention", poisoned)
     here = {"device": "cpu", "length": 64, "backend": "reference"}

@@ -349,7 +349,7 @@ def test_a_wrong_choice_of_text_is_refused(stored, words, said, capsys):
 def test_a_missing_corpus_is_named_with_the_flag_that_reads_another(stored, tmp_path, capsys):
     write_config(language_model(data__source="text", data__path=str(tmp_path / "gone")).run, {}, tmp_path)
     (tmp_path / "model.safetensors").symlink_to(stored / "model.safetensors")
-    options = {"perplexity": [], "context": [], "needle": [], "ruler": [], "selections": [str(tmp_path / "out.npz")]}
+    options = {"perplexity": [], "context": [], "needle": [], "ruler": []}
     for command, more in options.items():
         assert main(["eval", command, str(tmp_path), *more]) == 2
         assert re.search(r"path=\S+/gone matches no file.*--data-of RUN$", capsys.readouterr().err, re.M), command

@@ -5,22 +5,18 @@ and their selected blocks against fp64 at full length. A shape that fails gets n
 last line of output is one JSON object.
 
 Inputs. "random": q, k and v are independent normal numbers; neighbouring queries select mostly different blocks.
-"smooth": q is a first-order autoregression along the sequence (`--correlation`); neighbouring queries share about nine
-blocks in ten (the share is printed). k and v stay random. The operator computes the selection in both cases.
-"recorded": random inputs, and blocks that layers of a trained model selected in text (`tercet eval selections`), where
-neighbours share half to three quarters. The operator scores and selects as usual, so that this is timed too, and then
-reads the recorded blocks instead. Times are means over the recorded layers; `layers` in the JSON line has each.
+"smooth": q is a first-order autoregression along the sequence; neighbouring queries share about nine blocks in ten (the
+share is printed). k and v stay random. The operator computes the selection in both cases.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,15 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tercet.attention.block_sparse import block_sparse_attention
 from tercet.attention.config import NSAConfig
 from tercet.attention.functional import nsa_attention
-from tercet.attention.stages import compressed_attention
-from tercet.bench.timing import measure, print_profile
-from tercet.errors import TercetError
+from tercet.bench.timing import device_name, measure, print_profile
+from tercet.doctor.kernels import MIN_EQUAL_BLOCKS, TOLERANCE, compare, relative_error
+from tercet.errors import TercetError, UsageError
 from tercet.inference.arguments import check_known
-from tercet.inference.recorded_selections import Recording, check_fits
-from tercet.inference.recorded_selections import load as load_recording
+from tercet.model.config import ModelConfig
+
+CORRELATION = 0.996  # of successive queries in smooth inputs
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,6 @@ class Shape:
 class Options:
     """How to check and time a shape; commands.py describes the fields."""
 
-    correlation: float = 0.996
     dense: Sequence[str] = ("cudnn", "flash")
     dense_limit: int = 65536
     rows: int = 24
@@ -64,17 +59,16 @@ class Options:
     graph: bool = True
 
 
-def _shapes() -> dict[str, Shape]:
-    k = 1024
-    shapes = {f"P{n}k": Shape(1, n * k, 64, 4, 128) for n in (8, 16, 32, 64)}
-    shapes |= {f"C{16 // n}x{n}k": Shape(16 // n, n * k, 12, 2, 64) for n in (2, 4, 8, 16)}
-    shapes |= {f"C{64 // n}x{n}k": Shape(64 // n, n * k, 12, 2, 64) for n in (2, 4, 8, 16, 32)}
-    shapes |= {f"C1x{n}k": Shape(1, n * k, 12, 2, 64) for n in (8, 32, 64, 128, 256, 512, 1024)}
-    shapes |= {f"M{16 // n}x{n}k": Shape(16 // n, n * k, 16, 1, 64) for n in (4, 16)}
-    return shapes
+_HEADS = {"P": (64, 4, 128), "C": (12, 2, 64), "M": (16, 1, 64)}
 
 
-SHAPES = _shapes()
+def shape_of(name: str) -> Shape:
+    """P64k, C8x2k, M1x16k: heads, sequences x tokens. Or all numbers, BxTxHxGxD or BxTxHxGxDxDv."""
+    if match := re.fullmatch(r"([PCM])(?:(\d+)x)?(\d+)k", name):
+        return Shape(int(match[2] or 1), int(match[3]) * 1024, *_HEADS[match[1]])
+    if re.fullmatch(r"\d+(x\d+){4,5}", name):
+        return Shape(*map(int, name.split("x")))
+    raise UsageError(f"--shapes {name} is unknown: give P64k, C8x2k, M4x4k or sizes BxTxHxGxD such as 1x8192x64x4x128")
 
 
 class Inputs(NamedTuple):
@@ -94,7 +88,7 @@ def make_inputs(
     shape: Shape,
     config: NSAConfig,
     kind: str,
-    correlation: float,
+    correlation: float = CORRELATION,
     *,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
@@ -133,62 +127,6 @@ def smooth(noise: Tensor, correlation: float) -> Tensor:
 # ------------------------------------------------------------ correctness
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    error = ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
-    return error if error == error else float("inf")
-
-
-def check_gradients(
-    shape: Shape,
-    config: NSAConfig,
-    kind: str,
-    correlation: float,
-    *,
-    packed: bool = False,
-    backend: str = "triton",
-    device: str = "cuda",
-    given: Tensor | None = None,
-    block_sparse: bool = False,
-) -> dict[str, float]:
-    """Relative error of the output and of each gradient against the fp32 reference, at up to 4,096 tokens.
-
-    packed: three documents, one of them too short for a compressed token. given: blocks to read. block_sparse: check
-    block-sparse attention instead of NSA.
-    """
-    small = replace(shape, B=1, T=min(shape.T, 4096))
-    given = None if given is None else given[:1, : small.T].contiguous()
-    inputs = make_inputs(small, config, kind, correlation, seed=7, device=device)
-    operator: Callable[..., Any]
-    if block_sparse:
-        operator, x, names = block_sparse_attention, [inputs.q, inputs.ks, inputs.vs], ["dq", "dk", "dv"]
-    else:
-        operator, x = nsa_attention, list(inputs)
-        names = ["dq", "dkc", "dvc", "dks", "dvs", "dkw", "dvw", "dgates"]
-    bounds = longest = None
-    if packed:
-        first = min(config.compress_block - 1, small.T // 4)
-        bounds = torch.tensor([0, first, first + small.T // 4, small.T], dtype=torch.int32, device=device)
-        longest = small.T - small.T // 4 - first
-    leaves = [t.detach().requires_grad_() for t in x]
-    documents: dict[str, Any] = {"cu_seqlens": bounds, "max_seqlen": longest}
-    documents |= {"backend": backend, "block_indices": given}
-    out, aux = operator(*leaves, config=config, **documents, return_aux=True)
-    dout = torch.randn_like(out)
-    grads = torch.autograd.grad(out, leaves, dout)
-    exact = [t.detach().float().requires_grad_() for t in x]
-    documents |= {"backend": "reference", "block_indices": aux.block_indices}
-    wanted = operator(*exact, config=config, **documents)
-    wanted_grads = torch.autograd.grad(wanted, exact, dout.float())
-    errors = {"out": relative_error(out, wanted)}
-    return errors | {n: relative_error(g, w) for n, g, w in zip(names, grads, wanted_grads, strict=True)}
-
-
-@lru_cache
-def _gradients_at(shape: Shape, config: NSAConfig, kind: str, correlation: float) -> dict[str, float]:
-    """Cached: lengths that share the same heads are checked once."""
-    return check_gradients(shape, config, kind, correlation, backend=_backend(), device=_device())
-
-
 def check_rows(x: Inputs, config: NSAConfig, out: Tensor, indices: Tensor, rows: Sequence[int]) -> tuple[float, float]:
     """Compare rows at full length with fp64: (worst relative error, share of selected blocks that agree)."""
     B, _, H, D = x.q.shape
@@ -199,7 +137,7 @@ def check_rows(x: Inputs, config: NSAConfig, out: Tensor, indices: Tensor, rows:
     for t in rows:
         b = t % B
         q = x.q[b, t].double().view(G, h, D) * D**-0.5
-        wanted = torch.zeros(G, h, D, dtype=torch.float64, device=q.device)
+        wanted = torch.zeros(G, h, x.vs.shape[-1], dtype=torch.float64, device=q.device)
         gates = x.gates[b, t].double().view(G, h, 3)
         seen = config.num_visible(t)
         blocks = t // block + 1
@@ -222,7 +160,7 @@ def check_rows(x: Inputs, config: NSAConfig, out: Tensor, indices: Tensor, rows:
         window = slice(max(0, t - config.window + 1), t + 1)
         p = torch.einsum("ghd,sgd->ghs", q, x.kw[b, window].double()).softmax(-1)
         wanted += gates[..., 2:] * torch.einsum("ghs,sgd->ghd", p, x.vw[b, window].double())
-        worst = max(worst, relative_error(out[b, t].view(G, h, D), wanted))
+        worst = max(worst, relative_error(out[b, t].view(G, h, -1), wanted))
     return worst, same / slots
 
 
@@ -252,133 +190,76 @@ _DENSE = {
 }
 
 
-def dense(x: Inputs, backend: SDPBackend, dout: Tensor, graph: bool, budget: float) -> dict[str, float] | None:
-    """Time causal `scaled_dot_product_attention` on this backend; None if the backend rejects the shape."""
+def _time_dense(x: Inputs, label: str, dout: Tensor, graph: bool, budget: float) -> dict[str, float]:
+    """Time causal `scaled_dot_product_attention` on this backend; nothing if the backend rejects the shape."""
     leaves = [t.detach().requires_grad_() for t in (x.q, x.ks, x.vs)]
 
     def forward() -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in leaves)
-        with sdpa_kernel(backend):
+        with sdpa_kernel(_DENSE[label]):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
     try:
-        return measure(forward, leaves, dout, graph, budget)
+        found = measure(forward, leaves, dout, graph, budget)
     except RuntimeError as error:
-        print(f"  {backend.name}: {str(error).splitlines()[0]}", file=sys.stderr)
-        return None
-
-
-# ------------------------------------------------------------ one shape
-
-
-# The model of docs/results/retrieval.md, by `tercet eval selections RUN OUT --kv-heads 1`.
-RECORDED = Path(__file__).with_name("selections.npz")
+        print(f"  {label}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return {}
+    return {f"{label}_{key}": value for key, value in found.items()}
 
 
 @lru_cache
-def recording(file: str) -> Recording:
-    """The recording in `file`; that of this package if empty."""
-    return load_recording(Path(file) if file else RECORDED)
+def _compared(shape: Shape, config: NSAConfig) -> tuple[float, float, float]:
+    """Cached: lengths that share the same heads are checked once."""
+    model = ModelConfig(nsa=config, heads=shape.H, kv_heads=shape.G, head_dim=shape.D, value_dim=shape.Dv)
+    return compare(model, torch.bfloat16, device=_device(), length=shape.T, backend=_backend(), packed=False)
 
 
-def choice_pass(x: Inputs, config: NSAConfig) -> Callable[[], Any]:
-    """The pass of the operator that scores and selects blocks."""
-    if _backend() == "reference":
-        return lambda: compressed_attention(x.q, x.kc, x.vc, config=config)
-    from tercet.attention.kernels import ops
-
-    numbers = ops.Numbers(config, [], None)
-    _, lse = ops.compressed_attention(x.q, x.kc, x.vc, None, None, numbers)
-    return lambda: ops.select_blocks(x.q, x.kc, lse, None, None, numbers)
-
-
-def _check(
-    x: Inputs, shape: Shape, config: NSAConfig, kind: str, options: Options, given: Tensor | None = None
-) -> dict[str, Any]:
-    """Errors of the operator on these inputs. given: blocks to read instead of selecting."""
-    if given is None:
-        errors = _gradients_at(replace(shape, B=1, T=min(shape.T, 4096)), config, kind, options.correlation)
-    else:
-        errors = check_gradients(
-            shape, config, kind, options.correlation, backend=_backend(), device=_device(), given=given
-        )
+def _check(x: Inputs, shape: Shape, config: NSAConfig, rows: int) -> dict[str, Any]:
+    """Errors of the operator on these inputs."""
+    *errors, equal = _compared(replace(shape, B=1, T=min(shape.T, 4096)), config)
     with torch.no_grad():
-        out, aux = nsa_attention(*x, config=config, backend=_backend(), return_aux=True, block_indices=given)
+        out, aux = nsa_attention(*x, config=config, backend=_backend(), return_aux=True)
     assert aux.block_indices is not None
-    rows = [config.compress_block, *torch.linspace(shape.T // 3, shape.T - 1, options.rows).long().tolist()]
-    row_error, same = check_rows(x, config, out, aux.block_indices, rows)
-    found: dict[str, Any] = {"worst_error": max(errors.values()), "row_error": row_error}
-    found |= {"slots_equal": same} if given is None else {}
-    found["agreement"] = agreement(aux.block_indices)
-    found["correct"] = max(errors.values()) <= 1e-2 and row_error <= 1.5e-2 and (same >= 0.9995 or given is not None)
-    if not found["correct"]:
-        found["errors"] = errors
-    return found
+    at = [config.compress_block, *torch.linspace(shape.T // 3, shape.T - 1, rows).long().tolist()]
+    row_error, same = check_rows(x, config, out, aux.block_indices, at)
+    correct = max(errors) <= TOLERANCE["bfloat16"] and row_error <= 1.5e-2 and min(same, equal) >= MIN_EQUAL_BLOCKS
+    return {
+        "worst_error": max(errors), "row_error": row_error, "slots_equal": min(same, equal),
+        "agreement": agreement(aux.block_indices), "correct": correct,
+    }  # fmt: skip
 
 
 def bench(
-    name: str, kind: str, config: NSAConfig, options: Options, known: dict[str, Any] | None = None
+    name: str, kind: str, config: NSAConfig, options: Options, dense: dict[str, float] | None = None
 ) -> dict[str, Any]:
-    """Check and time one shape with one kind of inputs: random, smooth, recorded or recorded:FILE.
+    """Check and time one shape with one kind of inputs, random or smooth.
 
-    known: dense timings of this shape to copy instead of measuring dense again.
+    dense: timings of dense attention at this shape, to copy instead of measuring them again.
     """
-    shape, (kind, _, file) = SHAPES[name], kind.partition(":")
+    shape = shape_of(name)
     graph = options.graph and shape.D <= 64 and torch.cuda.is_available()
-    drawn = "random" if kind == "recorded" else kind
-    x = make_inputs(shape, config, drawn, options.correlation, device=_device())
-    row: dict[str, Any] = {"shape": name, "inputs": kind, **_check(x, shape, config, drawn, options)}
+    x = make_inputs(shape, config, kind, device=_device())
+    row: dict[str, Any] = {"shape": name, "inputs": kind, **_check(x, shape, config, options.rows)}
     if not row["correct"]:
         return row
     leaves = [t.detach().requires_grad_() for t in x]
-    dout = torch.randn_like(x.q)
+    dout = torch.randn(shape.B, shape.T, shape.H, shape.Dv or shape.D, dtype=x.q.dtype, device=x.q.device)
 
-    def times(forward: Callable[[], Tensor]) -> dict[str, float]:
-        found = measure(forward, leaves, dout, graph, options.budget)
-        if options.profile:
-            print_profile(forward, leaves, dout)
-        return {f"nsa_{key}": value for key, value in found.items()}
+    def forward() -> Tensor:
+        return nsa_attention(*leaves, config=config, backend=_backend())
 
-    if kind != "recorded":
-        row |= times(lambda: nsa_attention(*leaves, config=config, backend=_backend()))
-    else:
-        choose = choice_pass(x, config)
-        row["layers"] = []
-        for i, layer in enumerate(recording(file).layers):
-            given = recording(file).block_indices(i, shape.T, shape.G, shape.B).to(x.q.device)
-            found = {"layer": layer, **_check(x, shape, config, drawn, options, given)}
-            row["layers"].append(found)
-            if not found["correct"]:
-                return row | {"correct": False, "worst_error": found["worst_error"], "errors": found["errors"]}
-
-            def forward(given: Tensor = given) -> Tensor:
-                choose()
-                return nsa_attention(*leaves, config=config, backend=_backend(), block_indices=given)
-
-            found |= times(forward)
-        row |= _mean_of_layers(row["layers"])
-    if known is not None:
-        row |= known
-    else:
-        for label, backend in _DENSE.items():
-            if label in options.dense and options.dense_limit >= shape.T:
-                times_of = dense(x, backend, dout, graph, options.budget) or {}
-                row |= {f"{label}_{key}": value for key, value in times_of.items()}
-    fastest = min((row[f"{n}_both_ms"] for n in _DENSE if f"{n}_both_ms" in row), default=None)
-    if fastest is not None:
-        row["speedup"] = fastest / row["nsa_both_ms"]
-    if "cudnn_graph_both_ms" in row:
-        row["graph_speedup"] = row["cudnn_graph_both_ms"] / row["nsa_graph_both_ms"]
+    row |= {f"nsa_{key}": ms for key, ms in measure(forward, leaves, dout, graph, options.budget).items()}
+    if options.profile:
+        print_profile(lambda: torch.autograd.grad(forward(), leaves, dout))
+    if dense is None:
+        dense = {}
+        for label in options.dense if options.dense_limit >= shape.T else ():
+            dense |= _time_dense(x, label, dout, graph, options.budget)
+    row |= dense
+    for key, ratio in (("both_ms", "speedup"), ("graph_both_ms", "graph_speedup")):
+        if known := [dense[f"{label}_{key}"] for label in _DENSE if f"{label}_{key}" in dense]:
+            row[ratio] = min(known) / row[f"nsa_{key}"]
     return row
-
-
-def _mean_of_layers(layers: list[dict[str, Any]]) -> dict[str, float]:
-    """Mean times and agreement; greatest errors and memory."""
-    means = [key for key in layers[0] if key.endswith("_ms") or key == "agreement"]
-    most = [key for key in layers[0] if key.endswith(("_error", "_gib"))]
-    return {key: statistics.fmean(layer[key] for layer in layers) for key in means} | {
-        key: max(layer[key] for layer in layers) for key in most
-    }
 
 
 _COLUMNS = (
@@ -397,42 +278,34 @@ def table(rows: list[dict[str, Any]]) -> str:
         for key, label in _COLUMNS:
             value = row.get(key, "–" if row["correct"] else "WRONG")
             if isinstance(value, float):
-                digits = {"slots_equal": 5, "worst_error": 4}.get(key, 3)
-                value = f"{value:.{digits}f}"
+                value = f"{value:.{ {'slots_equal': 5, 'worst_error': 4}.get(key, 3) }f}"
             cells.append(str(value).rjust(max(7, len(label))))
         lines.append(" | ".join(cells))
     return "\n".join(lines)
 
 
-def main(names: Sequence[str], kinds: Sequence[str], options: Options, dense_once: bool) -> int:
-    """names: of SHAPES. kinds: of inputs. dense_once: time dense once per shape, not once per kind of inputs."""
-    named = ["recorded" if kind.startswith("recorded:") else kind for kind in kinds]
-    check_known("--shapes", names, SHAPES)
-    check_known("--inputs", named, ("random", "smooth", "recorded"))
+def main(names: Sequence[str], kinds: Sequence[str], options: Options) -> int:
+    check_known("--inputs", kinds, ("random", "smooth"))
     check_known("--dense", options.dense, ("cudnn", "flash"), may_be_empty=True)
-    config = NSAConfig()
-    recorded = {kind: kind.partition(":")[2] for kind in kinds if kind.startswith("recorded")}
-    for file in recorded.values():
-        for name in names:
-            check_fits(recording(file), Path(file) if file else RECORDED, config, SHAPES[name].T, f"--shapes {name}")
+    if not [shape_of(name) for name in names]:
+        raise UsageError("--shapes is empty: give P64k, C8x2k, …")
     if not torch.cuda.is_available():
         raise TercetError("tercet bench attention needs a CUDA device and none is visible")
-    device = torch.cuda.get_device_name()
+    config = NSAConfig()
     # A model's backward switches to autograd's thread once, not once per operator.
     torch.autograd.set_multithreading_enabled(False)
-    print(f"{device}, torch {torch.__version__}, bf16, {config}")
-    for kind, file in recorded.items():
-        print(f"{kind}: {recording(file).about}, layers {', '.join(map(str, recording(file).layers))}")
+    print(f"{device_name()}, torch {torch.__version__}, bf16, {config}")
     results: list[dict[str, Any]] = []
     for name in names:
+        dense = None  # timed once per shape
         for kind in kinds:
-            known = None
-            if dense_once and results and results[-1]["shape"] == name and results[-1]["correct"]:
-                known = {k: v for k, v in results[-1].items() if k.startswith(("cudnn_", "flash_"))}
-            results.append(bench(name, kind, config, options, known))
+            row = bench(name, kind, config, options, dense)
+            if row["correct"]:
+                dense = {key: value for key, value in row.items() if key.startswith(("cudnn_", "flash_"))}
+            results.append(row)
             torch.cuda.empty_cache()
             print(table(results[-1:]).splitlines()[-1], flush=True)
     print(table(results))
     correct = all(r["correct"] for r in results)
-    print(json.dumps({"bench": "attention", "device": device, "correct": correct, "results": results}))
+    print(json.dumps({"bench": "attention", "device": device_name(), "correct": correct, "results": results}))
     return 0 if correct else 1

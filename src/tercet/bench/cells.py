@@ -1,27 +1,21 @@
-"""One cell of a sweep: a `tercet train` in its own process, with a time limit and a temporary run folder. No torch."""
+"""Cells of a grid, each in a process of its own with a time limit: what kills one loses only that one. No torch."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from tercet.telemetry.event_log import events_file, read_events
-from tercet.telemetry.events import Event
 
 _OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "can't allocate memory", "Cannot allocate memory")
 
 
 @dataclass(frozen=True)
-class CellRun:
-    """A run that has ended. late: seconds after which it was stopped, None if it ended on its own."""
+class Ended:
+    """A process that has ended. late: seconds after which it was stopped, None if it ended on its own."""
 
-    events: Sequence[Event]
     code: int
     output: str
     late: float | None = None
@@ -30,49 +24,56 @@ class CellRun:
     def failed(self) -> bool:
         return self.code != 0 or self.late is not None
 
+    @property
+    def reason(self) -> str:
+        """Why it failed: too slow, out of memory, or the last line of its error."""
+        if self.late is not None:
+            return f"too slow ({self.late:.0f} s)"
+        if is_out_of_memory(self.output) or self.code in (-9, 137):
+            return "out of memory"
+        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("error: ")]
+        return (errors or lines or [f"exit code {self.code}"])[-1]
 
-def run_cell(words: Sequence[str], settings: Mapping[str, Any], seconds: float) -> CellRun:
-    """Run the command `words` with the configuration keys `settings`, for at most `seconds`."""
-    scratch = Path(tempfile.mkdtemp(prefix="tercet-sweep-"))
-    run = scratch / "run"
-    flags = as_flags({**settings, "run.dir": run})
-    try:
-        with (scratch / "output").open("w+") as output:
-            process = subprocess.Popen([*words, *flags], stdout=output, stderr=subprocess.STDOUT)
-            started, late = time.monotonic(), None
+
+def is_out_of_memory(text: str) -> bool:
+    return any(sign in text for sign in _OUT_OF_MEMORY)
+
+
+def run(words: Sequence[str], seconds: float, on_line: Callable[[str], None] | None = None) -> Ended:
+    """Run a command, and stop it after `seconds`.
+
+    on_line: called with each line of stdout as soon as it is printed; the time limit then applies to each line.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        started, late = time.monotonic(), []
+        stdout = log if on_line is None else subprocess.PIPE
+        process = subprocess.Popen(words, stdout=stdout, stderr=log, text=True)
+
+        def stop() -> None:
+            late.append(time.monotonic() - started)
+            process.terminate()  # torchrun forwards it to its ranks
             try:
-                process.wait(timeout=seconds)
+                process.wait(timeout=45)
             except subprocess.TimeoutExpired:
-                late = time.monotonic() - started
-                process.terminate()  # torchrun forwards it to its ranks
-                try:
-                    process.wait(timeout=45)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-            output.seek(0)
-            text = output.read()
-        events = list(read_events(events_file(run))) if events_file(run).exists() else []
-        return CellRun(events, process.returncode, text, late)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+                process.kill()
 
+        def timer() -> threading.Timer:
+            waiting = threading.Timer(seconds, stop)
+            waiting.start()
+            return waiting
 
-def as_flags(settings: Mapping[str, Any]) -> list[str]:
-    """Configuration keys as words of a command line."""
-    return [part for key, value in settings.items() for part in (f"--{key}", _text(value))]
-
-
-def _text(value: Any) -> str:
-    return ",".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
-
-
-def failure(run: CellRun) -> str:
-    """Why a run failed: too slow, out of memory, or the last line of its error."""
-    if run.late is not None:
-        return f"too slow ({run.late:.0f} s)"
-    if any(sign in run.output for sign in _OUT_OF_MEMORY) or run.code in (-9, 137):
-        return "out of memory"
-    errors = [line for line in run.output.splitlines() if line.startswith("error: ")]
-    lines = errors or [line for line in run.output.splitlines() if line.strip()] or [f"exit code {run.code}"]
-    return lines[-1].strip()
+        limit = timer()
+        try:
+            for line in process.stdout or ():
+                limit.cancel()
+                assert on_line is not None
+                on_line(line)
+                started, limit = time.monotonic(), timer()
+            process.wait()
+        finally:
+            limit.cancel()
+            if process.poll() is None:  # interrupted
+                process.terminate()
+        log.seek(0)
+        return Ended(process.returncode, log.read(), late[0] if late else None)

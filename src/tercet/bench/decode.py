@@ -1,264 +1,198 @@
-"""Benchmark decoding, one token at a time, against dense attention (`tercet bench decode`).
+"""Benchmark decoding with a whole model (`tercet bench decode`): time to the first token, tokens/s, cache size.
 
-Measures a whole model (decode_model.py), then, on a GPU, the attention step alone: RoPE, cache update, compression,
-attention and gates, for NSA and dense as CUDA graphs. The step rotates over several caches, as the layers of a model
-do, so that keys do not stay in L2. Compares the step with the reference first; if they differ, no ratio is printed and
-the exit code is 1. The last line of output is one JSON object.
+On a GPU, a step of the first sparse layer is compared with the reference before it is timed; if they differ, no ratio
+is printed and the exit code is 1. The last line of output is one JSON object.
 """
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tercet.attention.config import BRANCHES, NSAConfig
-from tercet.bench.decode_model import correct as is_correct
-from tercet.bench.decode_model import model_rows, step_error
-from tercet.bench.timing import profile as profile_kernels
+from tercet.bench.settings import KINDS, check_kinds
+from tercet.bench.timing import device_name, print_profile
+from tercet.config.load import load
 from tercet.errors import UsageError
+from tercet.inference.decoder import CachedDecoder
+from tercet.model.block_sparse import BlockSparseAttention
+from tercet.model.cache import Cache
 from tercet.model.nsa import NativeSparseAttention
+from tercet.model.transformer import Transformer
 
-HEADS = {"P": (64, 4, 128), "C": (12, 2, 64)}
-_ROUND_BYTES = 256 << 20  # read by one round over all caches: several times the L2
-_MOST_COPIES, _MOST_MEMORY = 16, 24 << 30
-_REPLAYS, _REPEATS = 32, 5  # replays are a multiple of compress_stride, so the mean includes compression steps
-# SDPA backends that support grouped-query attention
-_DENSE = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+_LONG = 131072
+# Prompt length of the warm-up before a long prompt.
+_WARM = 8192
+# Largest relative error of a decode step in bf16.
+ERROR_LIMIT = 1e-2
 
 
 def main(
-    *, batches: Sequence[int], contexts: Sequence[int], heads: str, attention: bool, preset: str,
-    model_batches: Sequence[int], model_contexts: Sequence[int], steps: int, profile: bool = False,
-    selector: str | None = None, settings: dict[str, str] | None = None,
+    *, batches: Sequence[int], contexts: Sequence[int], preset: str, kinds: Sequence[str], steps: int,
+    settings: Mapping[str, Any], profile: bool,
 ) -> int:  # fmt: skip
-    model = bool(model_contexts and model_batches)
-    if not (attention or model):
-        raise UsageError("--no-attention without --model-contexts or --model-batches: nothing to measure")
-    if attention and (short := [n for n in contexts if n <= _MARGIN]):
-        raise UsageError(
-            f"--contexts {short[0]} is too short: the attention step appends {_MARGIN} tokens while it is timed; "
-            f"give at least {_MARGIN + 1}, or --no-attention"
-        )
-    cuda = torch.cuda.is_available()
-    name = torch.cuda.get_device_name() if cuda else "CPU"
-    print(f"{name}, torch {torch.__version__}")
-    if model:
-        print(f"model: {_work(model_contexts, model_batches)}; {steps} tokens per timing")
-    if attention:
-        print(f"attention step: {_work(contexts, batches)}" if cuda else "attention step skipped: it needs a GPU")
-    result: dict[str, Any] = {"bench": "decode", "device": name, "torch": torch.__version__}
-    if selector is not None:
-        result["selector"] = selector
-    if settings:
-        result["settings"] = settings
-    if model:
-        result["model"] = model_rows(preset, model_batches, model_contexts, steps, selector, settings)
-    if attention and cuda:
-        result["attention"] = attention_rows(HEADS[heads], batches, contexts, profile, selector or "compressed")
-    rows = (*result.get("model", ()), *result.get("attention", ()))
+    check_kinds(preset, [kind for kind in kinds if kind != "dense"] or ["nsa"], settings)
+    if not (batches and contexts):
+        raise UsageError("--batches or --contexts is empty: nothing to measure")
+    if profile and not torch.cuda.is_available():
+        raise UsageError("--profile needs a GPU: leave it out")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    print(
+        f"{device_name()}, torch {torch.__version__}; {preset}, {str(dtype).removeprefix('torch.')}, random weights "
+        f"and prompts; {', '.join(kinds)} at contexts {', '.join(map(str, contexts))} with batches "
+        f"{', '.join(map(str, batches))}; {steps} tokens per timing; first token at batch 1"
+    )
+    print(
+        f"{'kind':>12} {'context':>8} {'first token s':>14} {'batch':>6} {'tokens/s':>10} {'ms/step':>8} "
+        f"{'× dense':>8} {'keys/token':>11} {'cache B/token':>14} {'error':>8}  step"
+    )
+    models = {}
+    for kind in sorted(kinds, key=lambda kind: kind != "dense"):  # first, for the ratios
+        torch.manual_seed(0)
+        config = load(preset=preset, flags={**KINDS[kind], **settings}).config.model
+        if kind == "dense":
+            config = config.model_copy(update={"attention": "dense"})
+        models[kind] = Transformer(config).to(device, dtype).eval()
+    rows: list[dict[str, Any]] = []
+    # All kinds at one context before the next, so that an interrupted run has complete ratios.
+    for i, context in enumerate(contexts):
+        for kind, model in models.items():
+            for row in _at(model, context, batches, steps, warm=i > 0, profile=profile):
+                row = {"kind": kind, "selector": model.config.selector if kind != "dense" else None} | row
+                rows.append(row | {"times_dense": _times_dense(row, rows)})
+                print(_line(rows[-1]), flush=True)
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
     checked = [row["correct"] for row in rows if "correct" in row]
     correct = all(checked) if checked else None  # None: nothing was compared with the reference
-    print(json.dumps({**result, "correct": correct}))
+    record = {"bench": "decode", "device": device_name(), "torch": torch.__version__, "preset": preset}
+    print(json.dumps({**record, "results": rows, "correct": correct}))
     return 1 if correct is False else 0
 
 
-def _work(contexts: Sequence[int], batches: Sequence[int]) -> str:
-    return f"NSA and dense at contexts {', '.join(map(str, contexts))} with batches {', '.join(map(str, batches))}"
-
-
-# ------------------------------------------------------------ the attention step
-
-
-@dataclass
-class _Caches:
-    """Inputs of one measurement: caches of random tokens, and the projections of one new token for each."""
-
-    layer: NativeSparseAttention
-    caches: list[Any]
-    q: Tensor
-    kv: Tensor
-    dense_kv: Tensor
-    gates: Tensor
-    scored: tuple[Tensor, Tensor] | None  # a learned selector's queries and keys
-
-
-def attention_rows(
-    heads: tuple[int, int, int],
-    batches: Sequence[int],
-    contexts: Sequence[int],
-    profile: bool,
-    selector: str = "compressed",
-) -> list[dict[str, Any]]:
-    H, G, D = heads
-    print(
-        f"attention step, bf16, {H} query heads, {G} KV heads, head {D}, selector {selector}, CUDA graphs, "
-        "random normal caches"
-    )
-    print(
-        f"{'batch':>6} {'context':>8} {'error':>8} {'NSA ms':>8} {'dense ms':>9} {'× dense':>8} {'keys':>7} "
-        f"{'of':>8} {'read':>6}  dense (all, ms)"
-    )
-    rows = []
-    for context in contexts:
-        for batch in batches:
-            rows.append(_attention_at(heads, batch, context, profile, selector))
-            torch.cuda.empty_cache()
-    return rows
-
-
-def _attention_at(
-    heads: tuple[int, int, int], batch: int, context: int, profile: bool, selector: str = "compressed"
-) -> dict[str, Any]:
-    config = NSAConfig()
-    torch.manual_seed(0)
-    made = _make(heads, config, batch, context, selector)
-    error = step_error(made.layer, made.caches[0])
-    correct = is_correct(error)
-    nsa = _graph_ms([_nsa(made, i) for i in range(len(made.caches))])
-    read = float(made.caches[0].reads.double().mean())
-    _rewind(made, context)
-    dense = {"ours": _graph_ms([_dense(made, i) for i in range(len(made.caches))])}
-    dense |= _sdpa_ms(made, context - _MARGIN // 2)
-    best = min(dense, key=lambda name: dense[name])
-    row: dict[str, Any] = {
-        "batch": batch, "context": context, "error": error, "correct": correct, "nsa_ms": nsa,
-        "dense_ms": dense[best], "dense": best, "dense_all_ms": dense, "caches": len(made.caches),
-        "times_dense": dense[best] / nsa if correct else None, "keys_read": read, "keys_dense": context - _MARGIN // 2,
-    }  # fmt: skip
-    if made.layer.selector is not None:
-        row |= made.layer.selector.cache_key()  # how many of its channels are rotated
-    every_dense = ", ".join(f"{name} {ms:.4f}" for name, ms in dense.items())
-    ratio = f"{dense[best] / nsa:8.2f}" if correct else "   WRONG"
-    print(
-        f"{batch:6d} {context:8d} {error:8.1e} {nsa:8.4f} {dense[best]:9.4f} {ratio} {read:7.0f} "
-        f"{row['keys_dense']:8d} {read / row['keys_dense']:6.1%}  {every_dense}",
-        flush=True,
-    )
-    if profile:
-        _rewind(made, context)  # the timing filled the caches
-        _print_kernels(_nsa(made, 0))
-    return row
-
-
-def _rewind(made: _Caches, context: int) -> None:
-    """Make room for the tokens of the next measurement: the kernels do not check for it."""
-    for cache in made.caches:
-        cache.lengths.fill_(context - _MARGIN)
-
-
-# Tokens appended to a cache during a measurement: warm-up, capture, replays.
-_MARGIN = _REPLAYS * (_REPEATS + 1) + 8
-
-
-def _make(heads: tuple[int, int, int], config: NSAConfig, batch: int, context: int, selector: str) -> _Caches:
-    H, G, D = heads
-    layer = NativeSparseAttention(64, H, G, D, config=config, selector=selector).to("cuda", torch.bfloat16)
-    layer.init_weights(std=0.1, output_std=0.1)
-    for phi in (layer.compress_k, layer.compress_v):
-        torch.nn.init.normal_(phi.down.weight, std=D**-0.5)  # a trained φ is no plain mean
-    per_token, size = 2 * G * D * 2, layer.selector_size()
-    own = batch * context * G * size * 2  # a learned selector's keys
-    touched = batch * per_token * (config.num_compressed(context) + config.select_count * 64 + config.window) + own
-    held = batch * per_token * (context + config.num_compressed(context)) + own
-    copies = max(1, min(_MOST_COPIES, -(-_ROUND_BYTES // touched), _MOST_MEMORY // held))
-    caches = [layer.make_cache(batch, context) for _ in range(copies)]
-    for cache in caches:
-        for store in cache._stores.values():
-            store.normal_()
-        cache.lengths.fill_(context - _MARGIN)
-        cache.host_lengths = type(cache.host_lengths)((context - _MARGIN,) * batch)
-
-    def normal(size: int) -> Tensor:
-        return torch.randn(copies, batch, 1, size, device="cuda", dtype=torch.bfloat16)
-
-    # as the layer projects them: slices of one row
-    queries, keys, gates = normal(2 * G * size + 3 * H).split([G * size, G * size, 3 * H], -1)
-    scored = (queries, keys) if size else None
-    return _Caches(layer, caches, normal(H * D), normal(6 * G * D), normal(2 * G * D), gates, scored)
-
-
-def _nsa(made: _Caches, i: int) -> Callable[[], Any]:
-    from tercet.attention.kernels import decode
-    from tercet.model.decode import kernel_cache, kernel_heads, phi_weights
-
-    layer, cache = made.layer, made.caches[i]
-    held, heads = kernel_cache(cache), kernel_heads(layer)
-    scored = None if made.scored is None else (made.scored[0][i], made.scored[1][i])
-    phi = (phi_weights(layer.compress_k), phi_weights(layer.compress_v))
-
-    def step() -> None:
-        _, read, _ = decode.nsa_step(
-            made.q[i], made.kv[i], made.gates[i], held, None, layer.config, heads, branches=BRANCHES, shared=False,
-            softmax_gate=False, norms=None, phi=phi, selector=scored,
-        )  # fmt: skip
-        cache.set_partial_reads(read)
-
-    return step
-
-
-def _dense(made: _Caches, i: int) -> Callable[[], Any]:
-    from tercet.attention.kernels import decode
-
-    layer, cache = made.layer, made.caches[i]
-    held = decode.Held(cache.lengths, cache.rope_frequencies(), cache.capacity, selected=cache.selected())
-    heads = decode.Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim)
-    return lambda: decode.dense_step(made.q[i], made.dense_kv[i], held, None, heads, norms=None)
-
-
-def _sdpa_ms(made: _Caches, keys: int) -> dict[str, float]:
-    """SDPA on the same keys: attention alone, without RoPE and cache update."""
-    layer = made.layer
-    times = {}
-    for name, backend in _DENSE.items():
-        steps: list[Callable[[], Any]] = []
-        for i, cache in enumerate(made.caches):
-            k, v = (x[:, :keys].transpose(1, 2) for x in cache.selected())
-            q = made.q[i].view(-1, 1, layer.heads, layer.head_dim).transpose(1, 2)
-            steps.append(partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=True))
-        try:
-            with sdpa_kernel(backend):
-                times[name] = _graph_ms(steps)
-        except RuntimeError:  # this backend rejects the shape
-            continue
-    return times
+def _times_dense(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Tokens/s against dense at the same context and batch; None for dense, and if the step is wrong."""
+    if row["kind"] == "dense" or not row.get("correct", True) or "tokens_per_s" not in row:
+        return None
+    place = {"kind": "dense", "context": row["context"], "batch": row["batch"]}
+    dense = (r for r in rows if place.items() <= r.items() and "tokens_per_s" in r)
+    return next((row["tokens_per_s"] / r["tokens_per_s"] for r in dense), None)
 
 
 @torch.no_grad()
-def _graph_ms(steps: list[Callable[[], Any]]) -> float:
-    """Milliseconds per step, all steps captured in one CUDA graph; median over repeats."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for step in steps:
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for step in steps:
-            step()
+def _at(
+    model: Transformer, context: int, batches: Sequence[int], steps: int, *, warm: bool, profile: bool
+) -> Iterator[dict[str, Any]]:
+    room = context + 4 * (1 + _steps_per_run(steps)) * len(batches) + 32 * profile * len(batches)
+    row: dict[str, Any] = {"context": context}
+    try:
+        decoder, token, seconds = _first_token(model, context, room, warm=warm)
+    except torch.OutOfMemoryError:
+        yield from (row | {"batch": batch, "out_of_memory": True} for batch in batches)
+        return
+    held = sum(cache.nbytes() for cache in decoder.cache) / room
+    row |= {"first_token_s": seconds, "cache_bytes_per_token": held}
+    layers = zip(model.attention_layers(), decoder.cache, strict=True)
+    sparse = next((x for x in layers if isinstance(x[0], NativeSparseAttention | BlockSparseAttention)), None)
+    if token.is_cuda and sparse is not None:
+        error = step_error(*sparse)  # type: ignore[arg-type]
+        row |= {"error": error, "correct": error <= ERROR_LIMIT}  # False for NaN
+    for batch in batches:
+        row["batch"] = batch
+        try:
+            decoder.take_rows(torch.zeros(batch, dtype=torch.int64, device=token.device))
+            decoder.prepare()
+            tokens = token[:1].expand(batch).contiguous()
+            active = torch.ones(batch, dtype=torch.int32, device=token.device)
+            ms = _step_ms(decoder, tokens, active, steps)
+            if profile:
+                print_profile(lambda now=tokens, on=active: decoder.step(now, on), 16)  # type: ignore[misc]
+        except torch.OutOfMemoryError:
+            yield row | {"out_of_memory": True}
+            return  # the decoder's state is undefined now
+        read = decoder.keys_read()
+        yield row | {
+            "ms_per_step": ms, "tokens_per_s": 1e3 * batch / ms,
+            "keys_per_token": None if read is None else read / batch, "graph": decoder.graph_reason or "captured",
+        }  # fmt: skip
+
+
+@torch.no_grad()
+def step_error(layer: NativeSparseAttention | BlockSparseAttention, cache: Cache) -> float:
+    """Relative error of one decode step on the kernels against the reference, with random values in a copy of at most
+    two rows of the cache."""
+    mine = copy.copy(cache)
+    mine.take_rows(torch.arange(min(len(cache.lengths), 2), device=cache.lengths.device))
+    for store in mine._stores.values():
+        store.normal_()
+    theirs = copy.deepcopy(mine)
+    x = torch.randn(len(mine.lengths), 1, layer.dim, device=mine.lengths.device, dtype=torch.bfloat16)
+    layer.backend = "triton"
+    found = layer(x, cache=mine).double()
+    layer.backend = "reference"
+    wanted = layer(x, cache=theirs).double()
+    layer.backend = "auto"
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def _first_token(
+    model: Transformer, context: int, room: int, *, warm: bool
+) -> tuple[CachedDecoder, torch.Tensor, float]:
+    """Prefill a random prompt: (decoder, first token, median seconds)."""
+    prompt = torch.randint(0, model.config.vocab_size, (context,), generator=torch.Generator().manual_seed(1)).tolist()
+    if context >= _LONG and not warm:
+        CachedDecoder(model, 1, room, chunk=context).prefill([prompt[:_WARM]])
+    # The first pass compiles and warms up. Long prompts run once, warmed up by shorter ones.
     times = []
-    for _ in range(_REPEATS + 1):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(_REPLAYS):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / _REPLAYS / len(steps))
+    for _ in range(4 if context < _LONG else 1):
+        decoder = CachedDecoder(model, 1, room, chunk=context)
+        _wait()
+        started = time.perf_counter()
+        token = decoder.prefill([prompt]).argmax(-1)
+        token.item()
+        times.append(time.perf_counter() - started)
+    return decoder, token, statistics.median(times[1:] or times)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    begin = f"{row['kind']:>12} {row['context']:8d}"
+    if "out_of_memory" in row:
+        return f"{begin} {'':14} {row['batch']:6d} out of memory"
+    error = f"{row['error']:.1e}" if row.get("correct") else "WRONG" if "error" in row else "–"
+    ratio = "" if row["times_dense"] is None else f"{row['times_dense']:.2f}"
+    return (
+        f"{begin} {row['first_token_s']:14.4f} {row['batch']:6d} {row['tokens_per_s']:10.1f} {row['ms_per_step']:8.3f} "
+        f"{ratio:>8} {row['keys_per_token'] or 0:11,.0f} {row['cache_bytes_per_token']:14.1f} {error:>8}  "
+        f"graph: {row['graph']}"
+    )
+
+
+def _step_ms(decoder: CachedDecoder, tokens: torch.Tensor, active: torch.Tensor, steps: int) -> float:
+    """Milliseconds per greedy decode step; median of four runs after a warm-up."""
+    per_run = _steps_per_run(steps)
+    times = []
+    for run in range(5):
+        _wait()
+        started = time.perf_counter()
+        for _ in range(per_run if run else 4):
+            tokens = decoder.step(tokens, active).argmax(-1)
+        _wait()
+        times.append(1e3 * (time.perf_counter() - started) / per_run)
     return statistics.median(times[1:])
 
 
-@torch.no_grad()
-def _print_kernels(step: Callable[[], Any]) -> None:
-    """Print the time of each kernel in an eager step. It rereads the same keys, so some come from L2."""
-    for ms, launches, kernel in profile_kernels(step, 16):
-        print(f"        {1e3 * ms:8.1f} us, {launches} ×  {kernel[:60]}")
+def _steps_per_run(steps: int) -> int:
+    return max(1, steps // 4)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

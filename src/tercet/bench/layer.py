@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tercet.bench.timing import device_name, milliseconds
 from tercet.errors import UsageError
 from tercet.model.dense import DenseAttention
 from tercet.model.nsa import NativeSparseAttention
@@ -26,48 +25,45 @@ from tercet.telemetry.units import plural
 _TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 
 
-def main(lengths: Sequence[int], tokens: int, compile: bool, repeats: int) -> int:
+def main(lengths: Sequence[int], tokens: int, compile: bool, budget: float) -> int:
     if not lengths:
         raise UsageError("--lengths is empty: nothing to measure")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     shapes = [(max(1, tokens // length), length) for length in lengths]
-    print(f"{name}, torch {torch.__version__}, {dtype}, dim 768, 12 heads, 2 KV heads, head 64, normal inputs")
+    print(f"{device_name()}, torch {torch.__version__}, {dtype}, dim 768, 12 heads, 2 KV heads, head 64, normal inputs")
     print(
         f"{plural(len(shapes), 'shape')}: {', '.join(f'{batch} x {length}' for batch, length in shapes)} tokens; "
-        f"NSA and dense{', compiled' * compile}, forward + backward, median of {repeats}"
+        f"NSA and dense{', compiled' * compile}, forward + backward, median"
     )
     print(f"{'T':>8} {'batch':>6} {'error':>9} {'NSA ms':>9} {'dense ms':>9} {'× dense':>8}  backend")
-    results = [_at(length, batch, device, dtype, compile, repeats) for batch, length in shapes]
+    results = [_at(length, torch.zeros(batch, length, 768, device=device), dtype, compile, budget)
+               for batch, length in shapes]  # fmt: skip
     verdicts = {row["correct"] for row in results}
     correct = False if False in verdicts else None if None in verdicts else True
-    print(json.dumps({"bench": "layer", "device": name, "compiled": compile, "correct": correct, "results": results}))
+    record = {"bench": "layer", "device": device_name(), "compiled": compile, "correct": correct, "results": results}
+    print(json.dumps(record))
     return 1 if correct is False else 0
 
 
-def _at(
-    length: int, batch: int, device: torch.device, dtype: torch.dtype, compile: bool, repeats: int
-) -> dict[str, Any]:
+def _at(length: int, x: Tensor, dtype: torch.dtype, compile: bool, budget: float) -> dict[str, Any]:
     torch.manual_seed(0)
-    sparse = NativeSparseAttention(768, 12, 2, 64)
-    dense = DenseAttention(768, 12, 2, 64)
+    x.normal_()
+    sparse, dense = NativeSparseAttention(768, 12, 2, 64), DenseAttention(768, 12, 2, 64)
     for layer in (sparse, dense):
         layer.init_weights(std=0.02, output_std=0.02)
-        layer.to(device)
-    x = torch.randn(batch, length, 768, device=device)
+        layer.to(x.device)
     error = _error(sparse, x, dtype)
     correct = None if error is None else error <= _TOLERANCE[dtype]
-    times = [_milliseconds(_step(layer, x, dtype, compile), device, repeats) for layer in (sparse, dense)]
+    nsa_ms, dense_ms = (milliseconds(_step(layer, x, dtype, compile), budget) for layer in (sparse, dense))
+    times = None if correct is False else dense_ms / nsa_ms
     route = sparse.routes["compressed"]
-    row = {
-        "T": length, "batch": batch, "error": error, "correct": correct, "nsa_ms": times[0], "dense_ms": times[1],
-        "times_dense": None if correct is False else times[1] / times[0], "backend": str(route),
+    ratio, shown = "   WRONG" if times is None else f"{times:8.2f}", "–" if error is None else f"{error:.1e}"
+    print(f"{length:8d} {len(x):6d} {shown:>9} {nsa_ms:9.2f} {dense_ms:9.2f} {ratio}  {route!r}", flush=True)
+    return {
+        "T": length, "batch": len(x), "error": error, "correct": correct, "nsa_ms": nsa_ms, "dense_ms": dense_ms,
+        "times_dense": times, "backend": str(route),
     }  # fmt: skip
-    ratio = "   WRONG" if correct is False else f"{times[1] / times[0]:8.2f}"
-    shown = "–" if error is None else f"{error:.1e}"
-    print(f"{length:8d} {batch:6d} {shown:>9} {times[0]:9.2f} {times[1]:9.2f} {ratio}  {route!r}", flush=True)
-    return row
 
 
 def _autocast(x: Tensor, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
@@ -98,23 +94,3 @@ def _step(layer: nn.Module, x: Tensor, dtype: torch.dtype, compile: bool) -> Cal
         out.float().square().mean().backward()
 
     return step
-
-
-def _milliseconds(step: Callable[[], None], device: torch.device, repeats: int) -> float:
-    """Median over `repeats`, after a warm-up."""
-    for _ in range(min(3, repeats)):
-        step()
-    times = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            step()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
-            started = time.perf_counter()
-            step()
-            times.append(1e3 * (time.perf_counter() - started))
-    return statistics.median(times)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tercet.bench.cells import CellRun, failure, run_cell
+from tercet.bench.cells import Ended
+from tercet.errors import UsageError
 from tercet.inference.plots import save_svg, svg_figure
-from tercet.telemetry.events import StepLogged, Validated
+from tercet.telemetry.events import Event, StepLogged, Validated
 from tercet.telemetry.sinks import mean_of_last, smoothing_window
-from tercet.telemetry.units import plural
 
 if TYPE_CHECKING:
     from tercet.config.schema import RunConfig
@@ -37,61 +36,45 @@ class LRCell:
     tokens_per_s: float | None = None
 
 
-def settings(config: RunConfig, lr: float, steps: int) -> dict[str, Any]:
+def check(rates: Sequence[float], base: RunConfig, combinations: int) -> None:
+    """Raise if the learning rates cannot be compared."""
+    if wrong := [lr for lr in rates if not lr > 0]:
+        raise UsageError(f"--lrs {wrong[0]:g} must be above 0: give learning rates such as 0.0003")
+    if rates and base.train.optimizer == "muon" and base.train.muon.lr is not None:
+        raise UsageError(
+            f"--lrs varies train.lr, but train.muon.lr={base.train.muon.lr:g} is set, and Muon's matrices would keep "
+            "it: leave it out, then they learn at the rates of --lrs too"
+        )
+    if rates and combinations > 1:
+        raise UsageError(f"--lrs with {combinations} combinations of other settings: give one length, batch size, …")
+
+
+def keys(base: RunConfig, lr: float, steps: int) -> dict[str, Any]:
     """The settings of a run: warm-up takes at most a tenth of it, and it validates at the end only."""
     return {
-        "train.lr": lr,
-        "train.steps": steps,
-        "train.warmup_steps": min(config.train.warmup_steps, max(1, steps // 10)),
-        "train.val_every": 0,
-        "train.val_tokens": min(config.train.val_tokens, VALIDATION_TOKENS),
-        "train.sample_tokens": 0,
-        "profile.steps": None,  # they may be after the last
-        "checkpoint.every": 0,
-        "log.every": max(1, steps // 20),
-    }
+        "train.lr": lr, "train.steps": steps, "log.every": max(1, steps // 20),
+        "train.warmup_steps": min(base.train.warmup_steps, max(1, steps // 10)),
+        "train.val_every": 0, "train.val_tokens": min(base.train.val_tokens, VALIDATION_TOKENS),
+    }  # fmt: skip
 
 
-def judge(lr: float, run: CellRun) -> LRCell:
+def judge(lr: float, ended: Ended, events: Sequence[Event]) -> LRCell:
     """Turn a run into a result."""
-    logged = [event for event in run.events if isinstance(event, StepLogged)]
+    logged = [event for event in events if isinstance(event, StepLogged)]
     losses = tuple(loss for event in logged for loss in event.losses)
     speed = statistics.median(event.tokens_per_s for event in logged) if logged else None
     diverged = any(not math.isfinite(loss) for loss in losses)
-    if run.failed and not diverged:
-        return LRCell(lr, failure(run), losses=losses, tokens_per_s=speed)
+    if ended.failed and not diverged:
+        return LRCell(lr, ended.reason, losses=losses, tokens_per_s=speed)
     final, _ = mean_of_last(losses)
     if diverged or final is None or (len(losses) > 1 and final > losses[0]):
         return LRCell(lr, "diverged", losses=losses, tokens_per_s=speed)
-    validated = [event.loss for event in run.events if isinstance(event, Validated)]
+    validated = [event.loss for event in events if isinstance(event, Validated)]
     return LRCell(lr, "ok", validated[-1] if validated else final, bool(validated), losses, speed)
 
 
-def sweep_learning_rates(
-    rates: Sequence[float], config: RunConfig, words: Sequence[str], keys: Mapping[str, Any], steps: int,
-    seconds: float, folder: Path,
-) -> int:  # fmt: skip
-    """Run all rates and write sweep.jsonl, sweep.md and learning-rates.svg. words: the `tercet train` command; keys:
-    the configuration keys that all rates share."""
-    rates = sorted(set(rates))
-    print(f"{plural(len(rates), 'learning rate')}, {steps} steps each, at most {seconds:g} s each, into {folder}")
-    cells = []
-    with (folder / "sweep.jsonl").open("w", encoding="utf-8") as log:
-        for i, lr in enumerate(rates, 1):
-            cells.append(judge(lr, run_cell(words, {**keys, **settings(config, lr, steps)}, seconds)))
-            log.write(json.dumps(asdict(cells[-1])) + "\n")
-            log.flush()
-            print(f"{i}/{len(rates)}  lr {lr:g}: {shown(cells[-1])}", flush=True)
-    worked = [cell for cell in cells if cell.loss is not None]
-    best = min(worked, key=lambda cell: cell.loss or 0.0, default=None)
-    table = render(cells, best)
-    (folder / "sweep.md").write_text("\n".join(table) + "\n", encoding="utf-8")
-    print("\n" + "\n".join(table))
-    if worked and (picture := plot(cells, folder / "learning-rates.svg")) is not None:
-        print(f"plot: {picture}")
-    record = best and {key: value for key, value in asdict(best).items() if key != "losses"}
-    print(json.dumps({"cells": len(cells), "ok": len(worked), "best": record}))
-    return 0 if worked else 1
+def best(cells: Sequence[LRCell]) -> LRCell | None:
+    return min((cell for cell in cells if cell.loss is not None), key=lambda cell: cell.loss or 0.0, default=None)
 
 
 def shown(cell: LRCell) -> str:
@@ -100,61 +83,58 @@ def shown(cell: LRCell) -> str:
     return f"{'validation' if cell.validated else 'training'} loss {cell.loss:.4f}"
 
 
-def render(cells: Sequence[LRCell], best: LRCell | None) -> list[str]:
+def render(cells: Sequence[LRCell]) -> list[str]:
     """Markdown: one row per rate, and what to do next."""
+    found = best(cells)
     lines = ["| learning rate | loss | tokens/s |", "|---|---|---|"]
     for cell in cells:
         speed = "" if cell.tokens_per_s is None else f"{cell.tokens_per_s:,.0f}"
-        mark = " (best)" if cell is best else ""
-        lines.append(f"| {cell.lr:g}{mark} | {shown(cell)} | {speed} |")
-    if best is None:
+        lines.append(f"| {cell.lr:g}{' (best)' if cell is found else ''} | {shown(cell)} | {speed} |")
+    if found is None:
         diverged = any(cell.outcome == "diverged" for cell in cells)
         return [*lines, "", "no learning rate worked: try smaller ones" if diverged else "no run ended; see the table"]
-    place = cells.index(best)
-    advice = f"train with --train.lr {best.lr:g}"
-    if len(cells) > 1 and place == 0:
-        advice += f", or try smaller learning rates: the best is the smallest one, add --lrs {best.lr / 3:.2g}"
-    elif len(cells) > 1 and place == len(cells) - 1:
-        advice += f", or try larger learning rates: the best is the largest one, add --lrs {best.lr * 3:.2g}"
+    advice = f"train with --train.lr {found.lr:g}"
+    if len(cells) > 1 and found is cells[0]:
+        advice += f", or try smaller learning rates: the best is the smallest one, add --lrs {found.lr / 3:.2g}"
+    elif len(cells) > 1 and found is cells[-1]:
+        advice += f", or try larger learning rates: the best is the largest one, add --lrs {found.lr * 3:.2g}"
     return [*lines, "", advice, "Longer runs usually need a slightly smaller learning rate."]
 
 
-def plot(cells: Sequence[LRCell], path: Path) -> Path | None:
-    """Final loss by learning rate, and the smoothed loss of each run; None without matplotlib."""
+def plot(cells: Sequence[LRCell], path: Path) -> bool:
+    """Final loss by learning rate, and the smoothed loss of each run; False without matplotlib or results."""
+    found = best(cells)
     try:
         import matplotlib
     except ImportError:
-        return None
+        return False
+    if found is None:
+        return False
     figure, (final, curves) = svg_figure(5.4, 6.4, rows=2)  # one above the other, for narrow screens
-    worked = [cell for cell in cells if cell.loss is not None]
-    final.plot([c.lr for c in worked], [c.loss for c in worked], color="0.6", linewidth=1, zorder=1)
     colours = matplotlib.colormaps["viridis"]
-    tops = []
-    for i, cell in enumerate(cells):
+    worked = [(cell.lr, cell.loss) for cell in cells if cell.loss is not None]
+    final.plot([lr for lr, _ in worked], [loss for _, loss in worked], color="0.6", linewidth=1, zorder=1)
+    smooth = [smoothed(cell.losses) for cell in cells]
+    for i, (cell, line) in enumerate(zip(cells, smooth, strict=True)):
         colour = colours(0.9 * i / max(1, len(cells) - 1))
+        curves.plot(range(1, len(line) + 1), line, color=colour, linewidth=1.2, label=f"{cell.lr:g}")
         if cell.loss is not None:
             final.plot(cell.lr, cell.loss, "o", color=colour)
-        smooth = smoothed(cell.losses)
-        curves.plot(range(1, len(smooth) + 1), smooth, color=colour, linewidth=1.2, label=f"{cell.lr:g}")
-        tops += smooth[:1]
-    for cell in cells:
-        if cell.loss is None:
-            final.axvline(cell.lr, color="#b03030", linewidth=1, linestyle=":")
-            final.text(cell.lr, 0.97, cell.outcome[:24], rotation=90, va="top", ha="right", fontsize=7, color="#b03030",
-                       transform=final.get_xaxis_transform())  # fmt: skip
-    if worked:
-        best = min(worked, key=lambda c: c.loss or 0.0)
-        final.annotate(f"{best.lr:g}", (best.lr, best.loss or 0.0), (0, 8), textcoords="offset points", ha="center")
-        lowest = min(x for c in worked for x in smoothed(c.losses))
-        curves.set_ylim(lowest - 0.05 * (max(tops) - lowest), max(tops) * 1.05)
-    kind = "validation loss" if any(c.validated for c in worked) else "training loss, smoothed"
+            continue
+        final.axvline(cell.lr, color="#b03030", linewidth=1, linestyle=":")
+        final.text(cell.lr, 0.97, cell.outcome[:24], rotation=90, va="top", ha="right", fontsize=7, color="#b03030",
+                   transform=final.get_xaxis_transform())  # fmt: skip
+    lowest = min(min(line) for cell, line in zip(cells, smooth, strict=True) if cell.loss is not None)
+    highest = max(line[0] for line in smooth if line)
+    curves.set_ylim(lowest - 0.05 * (highest - lowest), highest * 1.05)
+    kind = "validation loss" if found.validated else "training loss, smoothed"
     final.set(xscale="log", xlabel="learning rate", ylabel=f"{kind} (nats per token)")
     curves.set(xlabel="step", ylabel="training loss, smoothed")
     curves.legend(title="learning rate", fontsize=8, frameon=False)
     for axis in (final, curves):
         axis.grid(alpha=0.3)
     save_svg(figure, path)
-    return path
+    return True
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:

@@ -12,28 +12,31 @@ import torch
 from torch import Tensor
 
 
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
 def milliseconds(call: Callable[[], Any], budget: float = 0.6) -> float:
     """Median over back-to-back calls, by CUDA events: includes launch overhead where the host is the bottleneck."""
     if not torch.cuda.is_available():
         return _cpu_milliseconds(call, budget)
     call()
-    torch.cuda.synchronize()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    once = max(start.elapsed_time(end), 1e-3)
-    count = max(3, min(200, int(budget * 1000 / once)))
+    once = max(_between([call])[0], 1e-3)
     for _ in range(0 if once > 200 else 2):
         call()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    return statistics.median(_between([call] * max(3, min(200, int(budget * 1000 / once)))))
+
+
+def _between(calls: list[Callable[[], Any]]) -> list[float]:
+    """Milliseconds of each call."""
+    torch.cuda.synchronize()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
     marks[0].record()
-    for mark in marks[1:]:
+    for call, mark in zip(calls, marks[1:], strict=True):
         call()
         mark.record()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))
+    return [a.elapsed_time(b) for a, b in pairwise(marks)]
 
 
 def _cpu_milliseconds(call: Callable[[], Any], budget: float) -> float:
@@ -45,17 +48,6 @@ def _cpu_milliseconds(call: Callable[[], Any], budget: float) -> float:
         call()
         times.append(1000 * (time.perf_counter() - start))
     return statistics.median(times)
-
-
-def host_milliseconds(call: Callable[[], Any], count: int = 20) -> float:
-    """Launch overhead: how long the host takes to enqueue a call (mean of the faster half)."""
-    times = []
-    for _ in range(count):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.mean(sorted(times)[: count // 2]) * 1000
 
 
 def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -74,6 +66,8 @@ def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
 def measure(
     forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor, graph: bool, budget: float
 ) -> dict[str, float]:
+    """Milliseconds of an inference forward and of forward + backward, and the peak memory of the latter."""
+
     def both() -> Any:
         return torch.autograd.grad(forward(), leaves, dout)
 
@@ -93,29 +87,17 @@ def measure(
     return found
 
 
-def profile(call: Callable[[], Any], repeats: int = 3) -> list[tuple[float, int, str]]:
-    """(milliseconds, launches, kernel name) of one call, longest first."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as record
+def print_profile(call: Callable[[], Any], repeats: int = 3) -> None:
+    """Print milliseconds and launches of every kernel of one call, longest first."""
+    from torch.profiler import ProfilerActivity, profile
 
     call()
     torch.cuda.synchronize()
-    with record(activities=[ProfilerActivity.CUDA]) as events:
+    with profile(activities=[ProfilerActivity.CUDA]) as events:
         for _ in range(repeats):
             call()
         torch.cuda.synchronize()
-    found = [
-        (e.self_device_time_total / 1000 / repeats, e.count // repeats, e.key)
-        for e in events.key_averages()
-        if e.self_device_time_total
-    ]
-    return sorted(found, reverse=True)
-
-
-def print_profile(forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor) -> None:
-    def both() -> Any:
-        return torch.autograd.grad(forward(), leaves, dout)
-
-    print(f"  launch overhead: {host_milliseconds(both):.3f} ms for forward and backward")
-    for ms, launches, kernel in profile(both):
-        print(f"  {ms:9.4f} ms {launches:4d} × {kernel[:90]}")
+    found = [e for e in events.key_averages() if e.self_device_time_total]
+    for e in sorted(found, key=lambda e: -e.self_device_time_total):
+        ms = e.self_device_time_total / 1000 / repeats
+        print(f"  {ms:9.4f} ms {e.count // repeats:4d} × {e.key[:90]}")

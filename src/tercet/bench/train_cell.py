@@ -1,8 +1,8 @@
 """Subprocess of `tercet bench train`: measures cells one after another with the trainer's own step.
 
-    python -m tercet.bench.train_cell '{"cells": [...], "steps": 10, "repeats": 3}'
+    python -m tercet.bench.train_cell '{"cells": [...], "steps": 10, "repeats": 3, "checks": [...]}'
 
-Prints one JSON line for the kernel check and one per cell. Between cells it resets the compiler and frees device
+Prints one JSON line for each check of kernels and each cell. Between cells it resets the compiler and frees device
 memory, so that a cell behaves as in a fresh process.
 """
 
@@ -13,107 +13,116 @@ import json
 import math
 import statistics
 import sys
-import tempfile
-from pathlib import Path
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
-from tercet.bench.attention import Shape, check_gradients
-from tercet.bench.telemetry import Bench
-from tercet.bench.timing import profile
-from tercet.config.load import load
+from tercet.bench.cells import is_out_of_memory
+from tercet.bench.settings import loaded
 from tercet.config.schema import RunConfig
+from tercet.config.sections import resolved_precision
 from tercet.data.loader import build_loader
+from tercet.doctor.kernels import parity
+from tercet.doctor.machine import FAILED, OK
 from tercet.errors import TercetError
+from tercet.parallel.strategy import Single
 from tercet.telemetry.observer import LayerProbe
 from tercet.train.device import device_name, peak_memory_gib, pick_device
 from tercet.train.graph_choice import STEPS_TO_DECIDE
-from tercet.train.step import MicroBatch, autocast, loss_sum
+from tercet.train.optim import learning_rate
+from tercet.train.state import build_state
+from tercet.train.step import MicroBatch, autocast, loss_sum, train_step, untimed
 
-# ‖Δ‖/‖reference‖ of the operator's output and gradients in bf16
-_TOLERANCE = 1e-2
 # Relative difference between compiled and uncompiled loss: a mean over thousands of tokens in bf16
 _SAME_LOSS = 2e-3
 # Above this an extra uncompiled pass would cost more than the cell itself
 _CHECKED_TOKENS = 1 << 18
 # Warm-up steps: the first compiles, and memory allocation is stable after the third
 _WARM = 3
-# With train.cuda_graph=auto: the graph is captured, if at all
-_WARM_AUTO = STEPS_TO_DECIDE + _WARM
 
 
-def configured(cell: dict[str, Any], steps: int) -> RunConfig:
+class _DrawnOnDevice(Single):
+    """Draws the initial weights on the device, which is faster than on the host."""
+
+    def build_model(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+        with device:
+            return build()
+
+
+class Steps:
+    """One model, trained on one batch."""
+
+    def __init__(self, config: RunConfig, *, packed: bool = True) -> None:
+        self.config = config
+        self.device, self.strategy = pick_device(config.run.device, flag="--device"), _DrawnOnDevice()
+        self.state = build_state(config, self.device, self.strategy, None)
+        self.batch = _batch(config, self.device, packed=packed)
+        self.losses: list[float] = []
+
+    def interval(self, steps: int) -> float:
+        """Seconds per step over one log interval, device synchronised before and after."""
+        state, config = self.state, self.config.train
+        self._wait()
+        started = time.perf_counter()
+        for step in range(state.step + 1, state.step + 1 + steps):
+            result = train_step(
+                state.model, state.optimizer, [self.batch], step=step,
+                lr=learning_rate(config, min(step, config.steps)), clip=config.clip, precision=config.precision,
+                guard=state.guard, strategy=self.strategy, phase=untimed, executor=state.graph,
+            )  # fmt: skip
+            state.step = step
+            state.interval.add(step, result)
+        self.losses += [measured.loss for measured in state.interval.read()]
+        state.interval.clear()
+        self._wait()
+        return (time.perf_counter() - started) / steps
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def configured(cell: dict[str, Any]) -> RunConfig:
     """The run configuration of a cell."""
-    flags = {
-        "data.seq_len": cell["length"],
-        "train.micro_batch": cell["batch"],
+    keys = {
+        "data.seq_len": cell["length"], "train.micro_batch": cell["batch"],
         "train.tokens_per_step": cell["batch"] * cell["length"],
         "train.activation_checkpointing": cell["checkpointing"],
-        "log.every": steps if cell.get("statistics", True) else 1_000_000_000,
-        "log.tensorboard": False,
-        "checkpoint.every": 0,
-        **cell.get("flags", {}),
-    }
-    return load(preset=cell["preset"], flags=flags).config
+    }  # fmt: skip
+    return loaded(cell, **keys)
 
 
 def measure(cell: dict[str, Any], steps: int, repeats: int) -> dict[str, Any]:
-    """Check the loss of a cell, then time log intervals, telemetry included."""
+    """Check the loss of a cell, then time intervals of steps."""
     torch._dynamo.reset()
-    config = configured(cell, steps)
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(config, Path(folder))
-        bench.batches = [_batch(config, bench.device, packed=cell["packed"])]
-        expected = _uncompiled_loss(bench)
-        warm = _warm_ups(config, steps) if repeats else steps
-        first = bench.interval(watched=True, steps=warm)  # compiles
-        if bench.device.type == "cuda" and repeats:
-            torch.cuda.reset_peak_memory_stats(bench.device)
-        seconds = [bench.interval(watched=True, steps=steps) for _ in range(repeats)] or [first]
-        losses = _logged_losses(Path(folder))
-        on_gpu = bench.device.type == "cuda"
-        peak = peak_memory_gib(bench.device, bench.state.held_bytes) if on_gpu else None
-        reserved = torch.cuda.max_memory_reserved(bench.device) / 2**30 if on_gpu else None
-        probe = LayerProbe(bench.state.model)
-        routes = sorted({str(route) for layer in probe.layers for route in layer.routes.values()})
-        bench.close()
-    took, tokens = statistics.median(seconds), config.train.tokens_per_step
-    start, lost = losses[0], bench.state.graph.take_failures() if bench.state.graph is not None else []
-    sound = all(map(math.isfinite, losses)) and (expected is None or abs(start - expected) <= _SAME_LOSS * expected)
+    config = configured(cell)
+    run = Steps(config, packed=cell["packed"])
+    on_gpu, state = run.device.type == "cuda", run.state
+    expected = _uncompiled_loss(run)
+    warm = STEPS_TO_DECIDE + _WARM if config.train.cuda_graph == "auto" else min(steps, _WARM)
+    first = run.interval(warm if repeats else steps)  # compiles
+    if on_gpu and repeats:
+        torch.cuda.reset_peak_memory_stats(run.device)
+    seconds = [run.interval(steps) for _ in range(repeats)] or [first]
+    peak = peak_memory_gib(run.device, state.held_bytes) if on_gpu else None
+    routes = {str(route) for layer in LayerProbe(state.model).layers for route in layer.routes.values()}
+    took, start = statistics.median(seconds), run.losses[0]
+    lost = state.graph.take_failures() if state.graph is not None else []
     outcome = f"CUDA graph capture failed: {lost[0][:200]}" if lost else "ok"
+    if not all(map(math.isfinite, run.losses)) or (expected and abs(start - expected) > _SAME_LOSS * expected):
+        outcome = f"wrong loss: {start} at the first step, {expected} uncompiled"
     return {
-        "outcome": outcome if sound else f"wrong loss: {start} at the first step, {expected} uncompiled",
-        "tokens_per_s": tokens / took,
-        "ms": 1e3 * took,
-        "spread": (max(seconds) - min(seconds)) / took,
-        "peak_gib": peak,
-        "reserved_gib": reserved,
-        "first_loss": start,
-        "uncompiled_loss": expected,
-        "last_loss": losses[-1],
-        "first_interval_s": first * warm,
-        "includes_compiling": repeats == 0,
-        "routes": routes,
-        "parameters": sum(p.numel() for p in bench.state.model.parameters()),
-    }
-
-
-def kernel_times(cell: dict[str, Any]) -> list[dict[str, Any]]:
-    """Profile a training step of a cell: milliseconds and launches of every kernel, longest first. Needs a GPU."""
-    torch._dynamo.reset()
-    config = configured(cell, 1)
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(config, Path(folder))
-        bench.batches = [_batch(config, bench.device, packed=cell["packed"])]
-        bench.interval(watched=False, steps=_warm_ups(config, _WARM))
-        found = profile(lambda: bench.interval(watched=False, steps=1), repeats=2)
-        bench.close()
-    return [{"kernel": name, "ms": ms, "launches": launches} for ms, launches, name in found]
-
-
-def _warm_ups(config: RunConfig, most: int) -> int:
-    return _WARM_AUTO if config.train.cuda_graph == "auto" else min(most, _WARM)
+        "outcome": outcome, "selector": None if cell["kind"] == "dense" else config.model.selector,
+        "tokens_per_s": config.train.tokens_per_step / took, "ms": 1e3 * took,
+        "spread": (max(seconds) - min(seconds)) / took, "peak_gib": peak,
+        "reserved_gib": torch.cuda.max_memory_reserved(run.device) / 2**30 if on_gpu else None,
+        "first_loss": start, "uncompiled_loss": expected, "last_loss": run.losses[-1],
+        "includes_compiling": repeats == 0, "routes": sorted(routes),
+        "parameters": sum(p.numel() for p in state.model.parameters()),
+    }  # fmt: skip
 
 
 def _batch(config: RunConfig, device: torch.device, *, packed: bool) -> MicroBatch:
@@ -135,53 +144,40 @@ def _batch(config: RunConfig, device: torch.device, *, packed: bool) -> MicroBat
 
 
 @torch.no_grad()
-def _uncompiled_loss(bench: Bench) -> float | None:
+def _uncompiled_loss(run: Steps) -> float | None:
     """Loss at initialisation without torch.compile; None if the batch is too long for a second pass."""
-    batch = bench.batches[0]
-    if batch.tokens.numel() > _CHECKED_TOKENS:
+    if run.batch.tokens.numel() > _CHECKED_TOKENS:
         return None
-    with torch.compiler.set_stance("force_eager"), autocast(bench.device, bench.config.train.precision):
-        return float(loss_sum(bench.state.model, batch)) / batch.targets.numel()
+    with torch.compiler.set_stance("force_eager"), autocast(run.device, run.config.train.precision):
+        return float(loss_sum(run.state.model, run.batch)) / run.batch.targets.numel()
 
 
-def _logged_losses(folder: Path) -> list[float]:
-    from tercet.telemetry.event_log import events_file, read_events
-    from tercet.telemetry.events import StepLogged
-
-    return [loss for e in read_events(events_file(folder)) if isinstance(e, StepLogged) for loss in e.losses]
-
-
-def parity(preset: str, flags: dict[str, Any], packed: bool) -> dict[str, Any]:
-    """Compare output and gradients of the kernels with the fp32 reference at the model's heads, with the same blocks.
+def check_kernels(cell: dict[str, Any]) -> dict[str, Any]:
+    """Compare output and gradients of the kernels with the reference at a model's sizes, as `tercet doctor` does.
 
     On a CPU there are no kernels to check, and `correct` is None.
     """
-    config = load(preset=preset, flags=flags).config
-    device, model = pick_device(config.run.device, flag="--device"), config.model
-    about = {"device": device_name(device), "torch": torch.__version__, "packed": packed}
+    config = loaded(cell)
+    device = pick_device(config.run.device, flag="--device")
+    about = {"check": cell["kind"], "device": device_name(device), "torch": torch.__version__}
     if device.type != "cuda":
-        return {"parity": None, "of": "no kernels on this device", "correct": None, **about}
-    shape = Shape(1, 4096, model.heads, model.kv_heads, model.head_dim)
-    errors = check_gradients(shape, model.nsa, "random", 0.0, packed=packed, block_sparse=model.gate == "none")
-    worst = max(errors, key=lambda key: errors[key])
-    return {"parity": errors[worst], "of": worst, "correct": errors[worst] <= _TOLERANCE, **about}
+        return {**about, "found": "no kernels on this device", "correct": None}
+    precision = resolved_precision(config.train.precision, "cuda")
+    found = parity(config.model, short=True, packed=cell["packed"], precision=precision, seq_len=cell["length"])
+    return {**about, "found": found.finding, "correct": {OK: True, FAILED: False}.get(found.verdict)}
 
 
 def main(arguments: list[str]) -> int:
     asked = json.loads(arguments[0])
-    if asked.get("parity"):
-        print(json.dumps(parity(*asked["parity"])), flush=True)
+    for cell in asked.get("checks", ()):
+        print(json.dumps(check_kernels(cell)), flush=True)
     for cell in asked["cells"]:
         try:
             result = measure(cell, asked["steps"], asked["repeats"])
-        except torch.OutOfMemoryError:
-            result = {"outcome": "out of memory"}
-        except TercetError as error:
-            result = {"outcome": f"failed: {error}"}
-        except RuntimeError as error:  # torch.compile wraps errors in this one
-            text = str(error)
-            lines = text.strip().splitlines() or [type(error).__name__]
-            result = {"outcome": "out of memory" if "out of memory" in text else f"failed: {lines[0][:200]}"}
+        except (TercetError, RuntimeError) as error:  # torch.compile wraps errors in a RuntimeError
+            text = str(error) if isinstance(error, TercetError) else (str(error).strip().splitlines() or [""])[0][:200]
+            text = text or type(error).__name__
+            result = {"outcome": "out of memory" if is_out_of_memory(str(error)) else f"failed: {text}"}
         print(json.dumps({**cell, **result}), flush=True)
         gc.collect()
         if torch.cuda.is_available():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 from tercet.attention.config import NSAConfig
@@ -127,6 +128,7 @@ def compare(
     """
     import torch
 
+    from tercet.attention.block_sparse import block_sparse_attention
     from tercet.attention.dispatch import why_not_triton
     from tercet.attention.functional import nsa_attention
 
@@ -139,49 +141,43 @@ def compare(
     def tensor(*shape: int) -> Any:
         return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_(True)
 
-    names = ("q", "k_compressed", "v_compressed", "k_selected", "v_selected", "k_window", "v_window")
-    compressed = cfg.num_compressed(T)
     inputs = [tensor(1, T, heads, dk)]
-    for tokens in (compressed, T, T):
+    for tokens in (T,) if model.gate == "none" else (cfg.num_compressed(T), T, T):
         inputs += [tensor(1, tokens, groups, dk), tensor(1, tokens, groups, dv)]
-    gates = torch.rand(1, T, heads, 3, generator=generator).to(device).requires_grad_(True)  # fp32, as in the layer
+    operator: Callable[..., Any] = block_sparse_attention
+    names = ["q", "k_selected", "v_selected"]
+    if model.gate != "none":
+        operator = nsa_attention
+        names = ["q", "k_compressed", "v_compressed", "k_selected", "v_selected", "k_window", "v_window"]
+    if backend == "triton":
+        reason = why_not_triton(dict(zip(names, inputs, strict=True)), cfg)
+        if reason is not None:
+            raise Unsupported(reason)
+    if model.gate != "none":  # fp32, as in the layer
+        inputs.append(torch.rand(1, T, heads, 3, generator=generator).to(device).requires_grad_(True))
     weight = torch.randn(1, T, heads, dv, generator=generator).to(device, torch.float32)
-    exact = [x.detach().float().requires_grad_(True) for x in (*inputs, gates)]
+    exact = [x.detach().float().requires_grad_(True) for x in inputs]
     bounds = longest = None
     if packed:  # one document too short for a compressed token, and two more, one of them long enough to choose blocks
         first = min(cfg.compress_block - 1, T // 4)
         bounds = torch.tensor([0, first, first + T // 4, T], dtype=torch.int32, device=device)
         longest = T - first - T // 4  # as in a packed training step
 
-    if backend == "triton":
-        reason = why_not_triton(dict(zip(names, inputs, strict=True)), cfg)
-        if reason is not None:
-            raise Unsupported(reason)
-
     def run(tensors: list[Any], backend: str, blocks: Any = None) -> tuple[Any, list[Any], Any]:
-        named = dict(zip(names, tensors[:-1], strict=True))
-        out, aux = nsa_attention(
-            **named,
-            gates=tensors[-1],
-            config=cfg,
-            cu_seqlens=bounds,
-            max_seqlen=longest,
-            backend=backend,
-            return_aux=True,
-            block_indices=blocks,
-        )
+        options = {"backend": backend, "return_aux": True, "block_indices": blocks}
+        out, aux = operator(*tensors, config=cfg, cu_seqlens=bounds, max_seqlen=longest, **options)
         return out, list(torch.autograd.grad((out.float() * weight).sum(), tensors)), aux.block_indices
 
     expected, expected_grads, blocks = run(exact, "reference")
-    got, grads, _ = run([*inputs, gates], backend, blocks)
-    _, _, selected = run([*inputs, gates], backend)
+    got, grads, _ = run(inputs, backend, blocks)
+    _, _, selected = run(inputs, backend)
     real = blocks >= 0
     shared = ((blocks[..., :, None] == selected[..., None, :]).any(-1) & real).sum()
-    backward = max(_relative(a, b) for a, b in zip(grads, expected_grads, strict=True))
-    return _relative(got, expected), backward, float(shared / real.sum())
+    backward = max(relative_error(a, b) for a, b in zip(grads, expected_grads, strict=True))
+    return relative_error(got, expected), backward, float(shared / real.sum())
 
 
-def _relative(got: Any, expected: Any) -> float:
+def relative_error(got: Any, expected: Any) -> float:
     got, expected = got.detach().double(), expected.detach().double()
     error = float((got - expected).norm() / expected.norm().clamp(min=1e-30))
     return error if error == error else float("inf")

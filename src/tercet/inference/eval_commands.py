@@ -407,41 +407,6 @@ def selection_map(
     return 0
 
 
-def selections(
-    run: Run,
-    out: Path,
-    length: int | None = None,
-    layers: int | None = None,
-    kv_heads: int | None = None,
-    data_of: DataOf = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-) -> int:
-    """Record the blocks that layers select in one validation sequence, for `tercet bench attention --inputs recorded`.
-
-    Args:
-        out: The file to write, .npz.
-        length: Tokens of the sequence; shorter benchmarks read its beginning. Default: the training length.
-        layers: Number of layers to record, evenly spaced; default: 4, or all if there are fewer.
-        kv_heads: Number of KV heads to record in each; default: all.
-    """
-    _check_paths(run, data_of)
-    check_writable("OUT", out)
-    at_least_one(length=length, layers=layers, kv_heads=kv_heads)
-    from tercet.inference import recorded_selections
-
-    model = _load(run, device, dtype, data_of)
-    length = length or model.context
-    record = _record("selections", run, model, "--length", [length], data_of)
-    progress = Progress(length * model.config.layers).update
-    recording = recorded_selections.record(model, length, layers, kv_heads, progress)
-    recorded_selections.save(recording, out)
-    size = out.stat().st_size
-    print(f"{out}: {size:,} bytes; {length:,} tokens, layers {', '.join(map(str, recording.layers))}")
-    print(json.dumps({**record, "length": length, "layers": recording.layers, "bytes": size}))
-    return 0
-
-
 def _check_paths(run: Path, data_of: Path | None, plot: Path | None = None) -> None:
     check_plot(plot)
     check_model(run)

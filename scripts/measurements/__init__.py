@@ -1,1 +1,0 @@
-"""The parts of scripts/measure.py, by what they measure."""
