@@ -44,5 +44,6 @@ def test_shapes_are_named_or_given_in_full() -> None:
     assert attention.shape_of("P64k") == attention.Shape(1, 65536, 64, 4, 128)
     assert attention.shape_of("C8x2k") == attention.Shape(8, 2048, 12, 2, 64)
     assert attention.shape_of("2x96x16x1x192x128") == attention.Shape(2, 96, 16, 1, 192, 128)
-    with pytest.raises(UsageError, match="--shapes X9k is unknown"):
-        attention.shape_of("X9k")
+    for wrong in ("X9k", "C0x2k", "1x64x3x2x16"):
+        with pytest.raises(UsageError, match=f"--shapes {wrong} is unknown"):
+            attention.shape_of(wrong)

@@ -387,7 +387,6 @@ def test_longer_sequences_than_in_training_can_be_measured():
         ("context {} --sequences 1", "--lengths", "64 128", "64 192 256"),
         ("needle {} --depths 0.5 --trials 1", "--lengths", "64 128", "64 192 256"),
         ("recall {} --documents 1", "--length", "128", "256"),
-        ("selections {} {}/out.npz", "--length", "128", "256"),
     ],
 )
 def test_lengths_beyond_training_are_measured_with_a_warning(stored, tmp_path, capsys, command, flag, usual, beyond):
@@ -407,9 +406,7 @@ def test_lengths_beyond_training_are_measured_with_a_warning(stored, tmp_path, c
     assert err == f"warning: {record['warning']}\n"
 
 
-@pytest.mark.parametrize(
-    "command", ["perplexity {} --sequences 2", "context {} --sequences 2", "recall {}", "selections {} {}/out.npz"]
-)
+@pytest.mark.parametrize("command", ["perplexity {} --sequences 2", "context {} --sequences 2", "recall {}"])
 def test_a_long_evaluation_shows_how_far_it_is(stored, tmp_path, capsys, monkeypatch, command):
     monkeypatch.setattr(terminal, "SECONDS_PER_LINE", 0)
     assert main(["eval", *command.format(stored, tmp_path).split()]) == 0

@@ -64,11 +64,15 @@ _HEADS = {"P": (64, 4, 128), "C": (12, 2, 64), "M": (16, 1, 64)}
 
 def shape_of(name: str) -> Shape:
     """P64k, C8x2k, M1x16k: heads, sequences x tokens. Or all numbers, BxTxHxGxD or BxTxHxGxDxDv."""
+    sizes = [int(size) for size in name.split("x")] if re.fullmatch(r"\d+(x\d+){4,5}", name) else []
     if match := re.fullmatch(r"([PCM])(?:(\d+)x)?(\d+)k", name):
-        return Shape(int(match[2] or 1), int(match[3]) * 1024, *_HEADS[match[1]])
-    if re.fullmatch(r"\d+(x\d+){4,5}", name):
-        return Shape(*map(int, name.split("x")))
-    raise UsageError(f"--shapes {name} is unknown: give P64k, C8x2k, M4x4k or sizes BxTxHxGxD such as 1x8192x64x4x128")
+        sizes = [int(match[2] or 1), int(match[3]) * 1024, *_HEADS[match[1]]]
+    if not sizes or min(sizes) < 1 or sizes[2] % sizes[3]:
+        raise UsageError(
+            f"--shapes {name} is unknown: give P64k, C8x2k, M4x4k or sizes BxTxHxGxD such as 1x8192x64x4x128, H a "
+            "multiple of G"
+        )
+    return Shape(*sizes)
 
 
 class Inputs(NamedTuple):
