@@ -1,4 +1,4 @@
-"""Write the tables and the plot of docs/performance.md and the README from docs/results/performance/*.json.
+"""Write the tables and the plot of the README and of pages, from docs/results/performance/*.json and the settings.
 
     python scripts/measure.py docs/results/performance      # on a machine with a GPU
     python scripts/tables.py                                # rewrite them
@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "performance"
-PAGES = (ROOT / "docs" / "performance.md", ROOT / "README.md")
+PAGES = (ROOT / "docs" / "performance.md", ROOT / "docs" / "configuration.md", ROOT / "README.md")
 HEADLINE = ROOT / "docs" / "images" / "headline.svg"
 MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 PARTS = {
@@ -243,7 +243,17 @@ def readme() -> str:
     return f"{table(['context', *map(tokens, LENGTHS)], lines)}\n\n{note}"
 
 
+def config_sections() -> str:
+    """Sections of the configuration, with the first sentence of their docstrings."""
+    from tercet.config.help import about_table, table_names
+    from tercet.config.keys import all_keys
+
+    rows = [[f"`{name}`", about_table(name).partition(". ")[0].rstrip(".")] for name in table_names(all_keys())]
+    return table(["section", "contents"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "config-sections": config_sections,
     "measured": measured, "answer": answer, "train": train, "batches": batches, "large": large, "million": million,
     "operator": operator, "decode-model": decode_model, "readme": readme,
 }  # fmt: skip
