@@ -135,7 +135,7 @@ class _TiledAttention(torch.autograd.Function):
         columns = _columns(_by_group(k, groups))
         # 0 · NaN is NaN: values that are not finite become 0, and queries that give them any weight NaN
         finite = values.isfinite().all(-1, keepdim=True)
-        readable = finite.device.type == "cpu" and not torch.compiler.is_compiling()
+        readable = type(v) is Tensor and finite.device.type == "cpu" and not torch.compiler.is_compiling()
         spoiled = None if readable and finite.all() else (~finite).to(values.dtype)
         values = values if spoiled is None else torch.where(finite, values, 0)
         out = rows.new_zeros(batch * groups, length * h, v.shape[-1])
