@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,8 +63,8 @@ def all_plots(run: Run, findings: Sequence[HealthFired], baseline: Run | None = 
 
 def step_series(run: Run, name: str) -> list[SeriesRow]:
     """A per-step value of the log, downsampled."""
-    steps = [s for e in run.steps for s in range(e.first_step, e.step + 1)]
-    values = [v for e in run.steps for v in getattr(e, name)]
+    values = array("d", (v for e in run.steps for v in getattr(e, name)))
+    steps = array("q", (s for e in run.steps for s in range(e.first_step, e.step + 1)))
     return [(steps[i], mean, low, high) for i, mean, low, high in downsample(values) if i < len(steps)]
 
 
@@ -80,11 +80,15 @@ def paint_logged(axes: Any, logged: Sequence[Any], name: str, colour: str, **sty
 
 def smoothed_losses(run: Run, limit: int = 500) -> list[tuple[int, float]]:
     """(step, mean of the last losses) at up to `limit` steps, ending with the last: smoothed as `mean_of_last` does."""
-    finite = [(s, x) for e in run.steps for s, x in enumerate(e.losses, e.first_step) if math.isfinite(x)]
-    sums = [0.0, *itertools.accumulate(loss for _, loss in finite)]
-    counts = range(len(finite), 0, -max(1, -(-len(finite) // limit)))
+    steps, sums = array("q"), array("d", [0.0])
+    for event in run.steps:
+        for step, loss in enumerate(event.losses, event.first_step):
+            if math.isfinite(loss):
+                steps.append(step)
+                sums.append(sums[-1] + loss)
+    counts = range(len(steps), 0, -max(1, -(-len(steps) // limit)))
     windows = [(n, smoothing_window(n)) for n in reversed(counts)]
-    return [(finite[n - 1][0], (sums[n] - sums[n - w]) / w) for n, w in windows]
+    return [(steps[n - 1], (sums[n] - sums[n - w]) / w) for n, w in windows]
 
 
 def paint_losses(axes: Any, run: Run, colour: str, label: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import gc
 import math
 import re
 import statistics
@@ -56,9 +57,10 @@ LAYER_SERIES = (
 ROUTES, _LAYERS = b'{"kind": "routes"', b'{"kind": "layers"'
 _SAME_ON_ALL_RANKS = (_LAYERS, b'{"kind": "selectors"', b'{"kind": "resources"')  # or not reported by rank
 MEASUREMENTS = (*_SAME_ON_ALL_RANKS, b'{"kind": "step"')
+_NUMBER = rb'([-+.\de]+|"-?inf"|"nan"), '
 _STEP = re.compile(
-    rb'{"kind": "step", "step": (\d+), .*?"loss": ([^,]+), .*?"step_seconds": ([^,]+), "data_seconds": ([^,]+), .*?'
-    rb'"memory_gib": ([^,]+), .*}$'
+    rb'{"kind": "step", "step": (\d+), (?:[^,]+, ){2}"loss": %b(?:[^,]+, ){4}"step_seconds": %b"data_seconds": %b[^,]+, '
+    rb'"memory_gib": %b' % ((_NUMBER,) * 4)
 )
 _SHARED_RULES = {"loss_spike", "nonfinite", "zero_grad", "throughput_drop"}
 # A heartbeat is stale after this long, or after six of its own intervals if that is longer.
@@ -225,7 +227,13 @@ def read_run(folder: Path | str) -> Run:
     problems: list[str] = []
     config = read_config(folder, problems)
     init_from = config.get("train.init_from")
-    logs = {rank: RankLog(path, rank, init_from, problems) for rank, path in rank_files(folder, "events").items()}
+    collects = gc.isenabled()
+    gc.disable()  # it would walk all events again and again; none are in cycles
+    try:
+        logs = {rank: RankLog(path, rank, init_from, problems) for rank, path in rank_files(folder, "events").items()}
+    finally:
+        if collects:
+            gc.enable()
     if not any(log.events for log in logs.values()):
         hint = "the first event is written when training starts" if logs else "events_rank0.jsonl is missing"
         raise UsageError(f"{folder} has no events to report ({hint}): is it a run folder?")
@@ -266,10 +274,12 @@ class RankLog:
         self._bin: list[Any] = []
         self._unreadable: list[int] = []
         self._unknown = 0
-        starving = False
+        starving, limit = False, HealthConfig().data_wait_share
         with path.open("rb") as stream:
-            self._bin_size = max(1, sum(line.startswith(_LAYERS) for line in stream) // BINS)
-            stream.seek(0)
+            self._bin_size = 1
+            if not rank:
+                self._bin_size = max(1, sum(line.startswith(_LAYERS) for line in stream) // BINS)
+                stream.seek(0)
             for line in stream:  # ends at \n only: text samples have other line ends
                 if not line.endswith(b"\n"):
                     problems.append(f"{path.name}: the last line is cut off")
@@ -279,15 +289,15 @@ class RankLog:
                     self._routes = line
                 elif rank and line.startswith(_SAME_ON_ALL_RANKS):
                     continue
-                elif rank and (found := _STEP.match(line)):
-                    self.steps.append(int(found[1]))
-                    loss, seconds, waiting, memory = (float(value.strip(b'"')) for value in found.groups()[1:])
-                    self.losses.append(loss)
-                    self.memory_gib = max(self.memory_gib, memory)
-                    was, starving = starving, waiting > HealthConfig().data_wait_share * seconds
-                    if was or starving:
-                        self._decode(line, keep=False)
+                elif rank and not starving and line.endswith(b"}\n") and (found := _STEP.match(line)):
+                    step, loss, seconds, waiting, memory = found.groups()
+                    starving = float(waiting.strip(b'"')) > limit * float(seconds.strip(b'"'))
+                    if starving:
+                        self._decode(line)
+                    else:
+                        self._add(int(step), float(loss.strip(b'"')), float(memory.strip(b'"')))
                 else:
+                    starving = False
                     if not line.startswith(MEASUREMENTS):
                         self._flush()
                     self._decode(line)
@@ -299,7 +309,12 @@ class RankLog:
         if self._unknown:
             problems.append(f"{path.name}: {self._unknown} events of a kind unknown to this version")
 
-    def _decode(self, line: bytes, keep: bool = True) -> None:
+    def _add(self, step: int, loss: float, memory_gib: float) -> None:
+        self.steps.append(step)
+        self.losses.append(loss)
+        self.memory_gib = max(self.memory_gib, memory_gib)
+
+    def _decode(self, line: bytes) -> None:
         try:
             event = decode(line)
         except ValueError:
@@ -314,7 +329,9 @@ class RankLog:
             self._bin.append(event)
             if len(self._bin) == self._bin_size:
                 self._keep_extremes()
-        elif keep:
+        elif self._rank and isinstance(event, StepLogged):
+            self._add(event.step, event.loss, event.memory_gib)
+        else:
             self.events.append(event)
 
     def _flush(self) -> None:

@@ -298,8 +298,11 @@ def decode(line: str | bytes) -> Event | None:
     for name, types, is_list in _declared(cls):
         if name in record:
             value = record[name]
-            found = {type(value)} if not is_list else set(map(type, value)) if type(value) is list else {None}
-            values[name] = value if found <= types and int not in found else _checked(value, types, is_list)
+            if is_list:
+                fine = type(value) is list and types.issuperset(found := set(map(type, value))) and int not in found
+            else:
+                fine = type(value) in types and type(value) is not int
+            values[name] = value if fine else _checked(value, types, is_list)
     try:
         event = cls(**values)
     except TypeError as error:

@@ -84,13 +84,16 @@ class HealthMonitor:
             if not math.isfinite(loss):
                 continue  # left to the nonfinite rule
             if len(self._losses) >= _MIN_LOSSES:
-                median, limit, sentence = _middle(self._ordered), loss, ""
-                if loss > median + c.loss_spike_nats:
+                median = _middle(self._ordered)
+                limit = median + c.loss_spike_nats
+                if loss > limit:
                     spread = _MAD_TO_STD * statistics.median(abs(x - median) for x in self._losses)
-                    limit = median + max(c.loss_spike_nats, c.loss_spike_deviations * spread)
+                    limit = max(limit, median + c.loss_spike_deviations * spread)
                     count = f"the median of the last {len(self._losses)} steps"
                     sentence = f"loss {loss:.4f} in step {step}; {count} is {median:.4f}"
-                found += self._if_persistent(event, "loss_spike", None, loss > limit, 1, sentence, loss, limit)
+                    found += self._if_persistent(event, "loss_spike", None, loss > limit, 1, sentence, loss, limit)
+                else:
+                    self._bad.pop(("loss_spike", None), None)
             if len(self._losses) == self._losses.maxlen:
                 del self._ordered[bisect.bisect_left(self._ordered, self._losses[0])]
             self._losses.append(loss)
@@ -133,6 +136,9 @@ class HealthMonitor:
         limit = c.gate_collapse_share
         for i, share in _measured(event.gate_collapse):
             bad = self._gate_is_bad(i, share, not share < limit)  # NaN is bad too
+            if not bad:
+                self._bad.pop(("gate_collapse", i), None)
+                continue
             sentence = f"layer {i}: one gate has over 95% of the weight for {100 * share:.0f}% of (token, head) pairs"
             found += self._if_persistent(event, "gate_collapse", i, bad, c.patience, sentence, share, limit, layer=i)
         limit = c.dead_branch_share
@@ -140,6 +146,9 @@ class HealthMonitor:
             for i, share in _measured(getattr(event, f"gate_share_{branch}")):
                 key = (i, branch)
                 bad = self._gate_is_bad(key, share, not share >= limit)
+                if not bad:
+                    self._bad.pop(("dead_branch", key), None)
+                    continue
                 sentence = f"layer {i}: the {branch} branch gets {100 * share:.2f}% of the gate weight"
                 found += self._if_persistent(
                     event, "dead_branch", key, bad, c.patience, sentence, share, limit, layer=i
