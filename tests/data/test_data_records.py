@@ -15,9 +15,11 @@ import pytest
 
 from tercet.config.data import DataConfig
 from tercet.data import records
+from tercet.data.files import find_files
 from tercet.data.loader import build_loader
-from tercet.data.sources import record_source
+from tercet.data.sources import open_stream, record_source
 from tercet.data.stream import BadRecordError, DataError
+from tercet.data.tokenizers import ByteTokenizer
 
 zstandard = pytest.importorskip("zstandard")  # machines of `make test-gpu` may lack it
 
@@ -308,3 +310,38 @@ def test_pieces_of_a_text_are_the_text(text, limit):
     assert b"".join(found) == data
     assert max(map(len, found)) <= limit
     assert all(part.decode() for part in found)
+
+
+HOSTILE = {
+    "deep.jsonl": (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", "nested too deeply"),
+    "long-name.jsonl": (b'{"' + b"k" * 100_000 + b'": 1}\n', "has no field 'text'"),
+    "digits.jsonl": (b'{"text": "x", "a": ' + b"9" * 5000 + b"}\n", "is not JSON"),
+    "nul.jsonl": (b"\0" * 100 + b"\n", "is not JSON"),
+    "magic.parquet": (b"PAR1" + b"\xff" * 100 + b"\x00\x00\x00\x80PAR1", "is not a readable parquet file"),
+    "zeros.txt": (b"\0" * 100, "has a zero byte at 0"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_ends_in_one_short_line(name, tmp_path):
+    content, words = HOSTILE[name]
+    (tmp_path / name).write_bytes(content)
+    source = {"jsonl": "jsonl", "parquet": "parquet"}.get(name.rsplit(".")[-1], "text")
+    with pytest.raises(DataError, match=words) as error:
+        list(open_stream(config(source, tmp_path / name), ByteTokenizer(), seed=0, split="train").documents())
+    assert len(str(error.value).splitlines()) == 1
+    assert len(str(error.value)) < 800
+
+
+@pytest.mark.parametrize("column", [[["a"]], [{"a": "b"}], [1], [None]])
+def test_a_parquet_column_that_is_not_text_is_named_once(column, tmp_path):
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    ((_, error),) = records.parquet_reader("text", "")(tmp_path / "a.parquet", 0)
+    assert re.search("its column 'text' is .*, not text", str(error))
+
+
+def test_links_that_form_loops_are_not_followed(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).symlink_to(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    assert find_files([f"{tmp_path}/**/*.txt"], "text").names == ["a.txt"]

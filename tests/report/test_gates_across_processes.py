@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tercet.report import read
 from tercet.report.gates import Thresholds
-from tercet.report.read import Run
+from tercet.report.plots import step_series
+from tercet.report.read import RankLog, Run
 from tercet.report.training_gates import checkpoint_gate, data_gate, memory_gate
-from tercet.telemetry.events import Event, ResourcesObserved, RunEnded, RunStarted, StageStarted, StepLogged
+from tercet.telemetry.events import (
+    Event,
+    LayersObserved,
+    ResourcesObserved,
+    RunEnded,
+    RunStarted,
+    StageStarted,
+    StepLogged,
+    decode,
+    encode,
+)
 from tercet.telemetry.health import health_findings
 
 
@@ -100,3 +113,58 @@ def test_a_throughput_drop_is_counted_within_one_process() -> None:
     assert health_findings(once) == []
     lasting = process(0, [100.0] * 10 + [30.0] * 4) + process(140, [100.0] * 4 + [30.0] * 20)
     assert [f.rule for f in health_findings(lasting)] == ["throughput_drop"] * 2
+
+
+def layers(step: int, collapse: float = 0.0) -> LayersObserved:
+    half: list[float | None] = [0.5, 0.5]
+    return LayersObserved(
+        step=step, attention=["nsa"] * 2, gate_share_compressed=half, gate_share_selected=half, gate_share_window=half,
+        gate_entropy=half, gate_max_share=half, gate_collapse=[0.0, collapse], selected_blocks=half,
+        selected_distance=half, selected_forced=half, selected_overlap=half, distances=[[1], [1]],
+    )  # fmt: skip
+
+
+def write_log(folder: Path, rank: int, events: list[Event]) -> Path:
+    path = folder / f"events_rank{rank}.jsonl"
+    path.write_text("".join(encode(dataclasses.replace(event, rank=rank)) for event in events))
+    return path
+
+
+def test_layer_statistics_of_a_long_run_are_thinned_but_keep_extremes_and_findings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "BINS", 5)
+    collapse = {100: 0.3, 333: 0.99, 334: 0.99, 335: 0.99, 336: 0.99, 337: 0.99, 600: float("nan")}
+    events = [started(0), *(layers(step, collapse.get(step, 0.0)) for step in range(1, 1001))]
+    log = RankLog(write_log(tmp_path, 0, events), 0, None, [])
+    kept = [e.step for e in log.events if isinstance(e, LayersObserved)]
+    assert {1, 100, 333, 600, 1000} <= set(kept)
+    assert kept == sorted(kept)
+    assert len(kept) < 40
+    assert [f.sentence for f in log.findings] == [f.sentence for f in health_findings(events)] != []
+
+
+def test_intervals_of_other_ranks_are_checked_without_keeping_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[bytes] = []
+    monkeypatch.setattr(read, "decode", lambda line: decoded.append(line) or decode(line))
+    waits = {40: 0.9, 41: 0.9, 42: 0.9}
+    steps = [logged(s, s, data_seconds=waits.get(s, 0.0), memory_gib=s / 10) for s in range(1, 101)]
+    steps[49] = logged(50, 50, lambda _: float("nan"))
+    problems: list[str] = []
+    log = RankLog(write_log(tmp_path, 1, [started(0), *steps]), 1, None, problems)
+    assert log.steps.tolist() == list(range(1, 101))
+    assert [x for x in log.losses if x != x] == [log.losses[49]]
+    assert log.memory_gib == 10.0
+    assert [f.rule for f in log.findings] == ["data_starvation"]
+    assert (len(decoded), problems) == (5, [])  # the start, and the intervals that waited
+
+
+def test_a_page_of_a_long_run_is_small_and_shows_its_extremes() -> None:
+    spike = 1234
+    run = make_run([started(0), *(logged(s, s, lambda s: 9.0 if s == spike else 3.0) for s in range(1, 3001))])
+    rows = step_series(run, "losses")
+    assert len(rows) <= 500
+    assert max(high for *_, high in rows) == 9.0
+    assert run.tokens_per_s == 100.0

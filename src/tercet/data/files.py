@@ -127,7 +127,7 @@ def check_paths(paths: Sequence[str]) -> None:
     """Raise for a path that matches nothing, as `find_files` would after listing the folders before it."""
     for given in paths:
         path = Path(given).expanduser()
-        if not path.exists() and not any(glob.iglob(str(path), recursive=True)):
+        if not path.exists() and not any(_glob(path)):
             raise DataUsageError(_no_match(given) + ", and put spaces between paths" * ("," in given))
 
 
@@ -150,14 +150,29 @@ def _expand(given: str, kind: str) -> list[tuple[str, Path]]:
                 f"path={given} has no {kind} files{expected}: name the files, or set data.source to their format"
             )
     else:
-        top = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
-        matches = [Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()]
+        top = _top(path)
+        matches = [match for match in _glob(path) if match.is_file()]
         runs = set(filter(_is_run, {p for file in matches for p in file.parents} - {top, *top.parents}))
         files = [file for file in matches if runs.isdisjoint(file.parents)]
         if not files:
             raise DataUsageError(_no_match(given))
         root = Path(os.path.commonpath([file.parent for file in files]))
     return [(file.relative_to(root).as_posix(), file) for file in files]
+
+
+def _top(path: Path) -> Path:
+    """The folder that a glob starts in."""
+    return Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
+
+
+def _glob(path: Path) -> Iterator[Path]:
+    """Matches of a glob. Hidden names match only if it names them; ** enters no linked folders, which may be loops."""
+    top = _top(path)
+    parts = [part if part == "**" else part.replace("**", "*") for part in path.relative_to(top).parts]
+    hidden = any(part.startswith(".") for part in parts)
+    for match in top.glob("/".join(parts)) if parts else ():
+        if hidden or not any(part.startswith(".") for part in match.relative_to(top).parts):
+            yield match
 
 
 def python_files(which: str) -> FileSet:

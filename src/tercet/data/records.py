@@ -229,8 +229,9 @@ def parquet_reader(text_field: str, prompt_field: str, max_mib: int = 16, chat: 
                     index += rows
                     continue
                 size = _group_size(file.metadata.row_group(group), columns, path)
-                if size > rows * len(columns) * max_mib << 20:
-                    yield index + 1, _too_long(path, f"{index + 1} to {index + rows}", max_mib)
+                if size > max(MIN_DECOMPRESSED, rows * len(columns) * max_mib << 20):
+                    for row in range(max(index, start) + 1, index + rows + 1):  # the mean row is too long
+                        yield row, _too_long(path, row, max_mib)
                     index += rows
                     continue
                 at_once = max(1, min(256, rows * BATCH_BYTES // max(1, size)))
@@ -294,6 +295,8 @@ def _bad_column(
             texts = (field.name for field in schema if field.name != prompt_field and "string" in str(field.type))
             fix = _read_field(column == text_field, next(texts, None))
             return BadRecordError(str(path), "", f"has no column {column!r} (it has {', '.join(schema.names)})", fix)
+        if schema.names.count(column) > 1:
+            return BadRecordError(str(path), "", f"has two columns {column!r}", "rename one")
         kind = str(schema.field(column).type)
         messages = chat is not None and kind.startswith(("list<", "large_list<"))
         if not messages and (
@@ -318,6 +321,7 @@ def _json_record(
             other = max(texts, key=lambda name: len(value[name]), default=None)
             fix = _read_field(field == text_field, "messages" if "messages" in value else other)
             names = ", ".join(value) or "none"
+            names = names if len(names) <= 200 else f"{names[:200]} …"
             return BadRecordError(str(path), index, f"has no field {field!r} (it has {names})", fix)
     prompt = value[prompt_field] if prompt_field else None
     return make_record(value[text_field], prompt, prompt_field, str(path), index, chat, value.get(TOOLS))
@@ -325,7 +329,8 @@ def _json_record(
 
 def _read_field(is_text: bool, other: str | None) -> str:
     """How to read another field of text instead of one that is missing."""
-    return f"read {other} with --data.text_field {shlex.quote(other)}" if is_text and other else "fix it"
+    named = is_text and other and len(other) <= 100
+    return f"read {other} with --data.text_field {shlex.quote(other)}" if named and other else "fix it"
 
 
 def make_record(

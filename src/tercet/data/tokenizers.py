@@ -199,16 +199,20 @@ class LibraryTokenizer:
             before, begin = text[end - CONTEXT : end], end
 
     def _cut(self, text: bytes, end: int, specials: bool) -> int:
-        """A line end or space before `end`, if possible, where what follows does not change the tokens before it."""
+        """A place before `end`, if possible, where what follows does not change the tokens before it."""
         while end < len(text):
+            cuts: list[int] = []
             for mark, skip in ((b"\n", 1), (b" ", 0)):  # a line keeps its end; a space belongs to the next word
-                at, tries = text.rfind(mark, end - ENCODED_AT_ONCE // 2, end), 8
-                while at >= 0 and tries:
-                    cut = at + skip
-                    before = self._ids(text[cut - CONTEXT : cut], specials)
-                    if before == self._ids(text[cut - CONTEXT : cut + CONTEXT], specials)[: len(before)]:
-                        return cut
-                    at, tries = text.rfind(mark, end - ENCODED_AT_ONCE // 2, at), tries - 1
+                at = end
+                for _ in range(8):
+                    if (at := text.rfind(mark, end - ENCODED_AT_ONCE // 2, at)) < 0:
+                        break
+                    cuts.append(at + skip)
+            cuts += [at for at in range(end, end - 64, -1) if text[at] & 0xC0 != 0x80]  # between characters
+            for cut in cuts:
+                before = self._ids(text[cut - CONTEXT : cut], specials)
+                if before == self._ids(text[cut - CONTEXT : cut + CONTEXT], specials)[: len(before)]:
+                    return cut
             end += ENCODED_AT_ONCE
         return len(text)
 

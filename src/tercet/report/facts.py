@@ -26,6 +26,10 @@ _SIGNS = {"ok": "go", "warning": "nt", "failed": "no", "not tested": "nt"}
 _STATES = {"running": "still running", "silent": "alive, no heartbeat", "gone": "died"}
 
 
+# What a long run has most of, and nobody needs to read.
+_MEASUREMENTS = (events.StepLogged, events.ResourcesObserved, events.LayersObserved)
+
+
 @dataclass(frozen=True)
 class KeyFigure:
     """A key figure at the top of the page."""
@@ -243,6 +247,8 @@ def _notable_events(run: Run, findings: Iterable[HealthFired]) -> list[dict[str,
 
 def describe(event: Event) -> tuple[str, str, str] | None:
     """(CSS class, kind, text) of a notable event; None for all others."""
+    if isinstance(event, _MEASUREMENTS):
+        return None
     if isinstance(event, HealthFired):
         return ("no" if event.action == "halt" else "nt"), event.rule, event.sentence
     if isinstance(event, events.Stalled):
