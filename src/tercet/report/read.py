@@ -381,7 +381,7 @@ def last_heartbeat(path: Path) -> dict[str, Any]:
     for line in reversed(tail(path)):
         with contextlib.suppress(ValueError):
             beat = parse_json(line)
-            if isinstance(beat, dict) and type(at := beat.get("time")) in (int, float) and abs(at) < 2**63:
+            if isinstance(beat, dict) and isinstance(at := beat.get("time"), int | float) and abs(at) < 2**63:
                 return beat
     return {}
 

@@ -295,7 +295,7 @@ def decode(line: str | bytes) -> Event | None:
     if cls is None:
         return None
     values = {}
-    for name, types, is_list in _declared(cls):
+    for name, types, is_list in _declared(cls.kind):
         if name in record:
             value = record[name]
             if is_list:
@@ -318,12 +318,14 @@ _TYPES: dict[str, set[type]] = {
 
 
 @cache
-def _declared(cls: type[Event]) -> list[tuple[str, set[type], bool]]:
+def _declared(kind: str) -> list[tuple[str, set[type], bool]]:
     """(name, types of the value or of its items, whether it is a list) of every field."""
     found = []
-    for f in dataclasses.fields(cls):
+    for f in dataclasses.fields(KINDS[kind]):
         item = str(f.type).removeprefix("list[").removesuffix("]")
-        types = {list} if item.startswith("list") else set[type]().union(*(_TYPES[part] for part in item.split(" | ")))
+        types: set[type] = {list}
+        if not item.startswith("list"):
+            types = {t for part in item.split(" | ") for t in _TYPES[part]}
         found.append((f.name, types, str(f.type).startswith("list")))
     return found
 
