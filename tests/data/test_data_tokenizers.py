@@ -142,7 +142,8 @@ def test_a_missing_tokenizer_is_a_clear_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", ["def f(x):\n    return x  # né\n" * 400, "one line without an end " * 500, "x" * 9000]
+    "text",
+    ["def f(x):\n    return x  # né\n" * 400, "one line without an end " * 500, "x" * 9000, "attentionreads" * 700],
 )
 def test_a_long_text_has_the_same_tokens_in_pieces(text, small_bpe, monkeypatch):
     tokenizer = load_tokenizer(str(small_bpe))
