@@ -60,7 +60,7 @@ def gates_of(layer: Any, x: Array) -> Array:
         return 1 / (1 + np.exp(-logits))
     e = np.exp(logits - logits.max(-1, keepdims=True))
     for c, branch in enumerate(BRANCHES):
-        if branch not in layer.branches:
+        if branch not in layer.spec.branches:
             e[..., c] = 0.0
     return e / e.sum(-1, keepdims=True)
 
@@ -76,8 +76,8 @@ def run(layer: Any, x: Any, cu_seqlens: Any = None, *, theta: float = 10000.0, s
     if layer.q_norm is not None:
         q = rms_norm(layer.q_norm, q)
     # rows of kv_proj: keys and values of a branch, one branch after another
-    kinds = "vkvkv" if layer.compress_selected_keys else "kvkvkv" if layer.compresses else "kvkv"
-    if layer.shared_kv:
+    kinds = "vkvkv" if layer.spec.compress_selected_keys else "kvkvkv" if layer.spec.compresses else "kvkv"
+    if layer.spec.shared_kv:
         kinds = "kv"
     projected, at, keys, values = linear(layer.kv_proj, x), 0, [], []
     for kind in kinds:
@@ -88,11 +88,11 @@ def run(layer: Any, x: Any, cu_seqlens: Any = None, *, theta: float = 10000.0, s
             values.append(part)
         else:
             keys.append(part if layer.k_norms is None else rms_norm(layer.k_norms[len(keys)], part))
-    if layer.shared_kv:
+    if layer.spec.shared_kv:
         keys, values = keys * 3, values * 3
-    elif not layer.compresses:  # any: nothing reads compressed tokens
+    elif not layer.spec.compresses:  # any: nothing reads compressed tokens
         keys, values = [keys[0], *keys], [values[0], *values]
-    elif layer.compress_selected_keys:
+    elif layer.spec.compress_selected_keys:
         keys = [keys[0], *keys]
     k_cmp, k_sel, k_win = keys
     v_cmp, v_sel, v_win = values
@@ -101,7 +101,7 @@ def run(layer: Any, x: Any, cu_seqlens: Any = None, *, theta: float = 10000.0, s
     v_short, _ = phi(layer.compress_v, v_cmp, cfg, cu_seqlens)
     gates = gates_of(layer, x)
     for c, branch in enumerate(BRANCHES):
-        if branch not in layer.branches:
+        if branch not in layer.spec.branches:
             gates[..., c] = 0.0
     answer = oracle.nsa(
         oracle.rope(q, positions, theta, scaling),

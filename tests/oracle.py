@@ -40,7 +40,7 @@ class Selection:
         edge = self.boundary()
         if edge is None or edge[0] == 0.0:
             return False
-        return edge[0] - edge[1] <= relative * edge[0]
+        return edge[0] - edge[1] <= relative * abs(edge[0])
 
     def accepts(self, chosen: list[int], relative: float) -> bool:
         """Whether another implementation's set is correct: equal, or different only by a near-tie."""
@@ -52,7 +52,7 @@ class Selection:
             return False
         worst_taken, _ = self.boundary() or (0.0, 0.0)
         swapped = set(chosen) ^ set(self.chosen)
-        return all(abs(self.scores[j] - worst_taken) <= 2 * relative * worst_taken for j in swapped)
+        return all(abs(self.scores[j] - worst_taken) <= 2 * relative * abs(worst_taken) for j in swapped)
 
 
 @dataclass
@@ -211,6 +211,24 @@ def block_sparse(q, k, v, cfg, dense_below=0, cu_seqlens=None, block_indices=Non
         early = slice(start, start + min(end - start, dense_below))
         answer.out[:, early] = causal_attention(q[:, early], k[:, early], v[:, early])
     return answer
+
+
+def own_selections(q, k, cfg, channels=None, cu_seqlens=None) -> dict[tuple[int, int, int], Selection]:
+    """Blocks chosen by own queries and keys, of each (batch, row, group): a block scores the largest product, over the
+    group's `channels`, of any head of the group with any of the block's tokens."""
+    q, k = (np.asarray(x, dtype=np.float64) for x in (q, k))
+    per_group = q.shape[2] // k.shape[2]
+    bounds = [0, q.shape[1]] if cu_seqlens is None else [int(c) for c in cu_seqlens]
+    found = {}
+    for b, (start, end), g in itertools.product(range(q.shape[0]), itertools.pairwise(bounds), range(k.shape[2])):
+        read = range(k.shape[3]) if channels is None else np.broadcast_to(channels, (k.shape[2], len(channels.T)))[g]
+        for t in range(end - start):
+            scores = [-np.inf] * (t // cfg.select_block + 1)
+            for s, head in itertools.product(range(t + 1), range(g * per_group, (g + 1) * per_group)):
+                product = sum(q[b, start + t, head, c] * k[b, start + s, g, c] for c in read)
+                scores[s // cfg.select_block] = max(scores[s // cfg.select_block], product)
+            found[b, start + t, g] = choose(scores, t, cfg)
+    return found
 
 
 def causal_attention(q, k, v) -> Array:

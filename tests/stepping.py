@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tercet.config.schema import RunConfig
-from tercet.model.nsa import NativeSparseAttention
+from tercet.model.layers import NativeSparseAttention
 from tercet.model.transformer import Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Single

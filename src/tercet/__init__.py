@@ -18,19 +18,19 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # public name -> module that defines it
 _HOME = {
     "NSAConfig": "tercet.attention.config",
-    "nsa_attention": "tercet.attention.functional",
+    "nsa_attention": "tercet.attention.operator",
     "compress_mean": "tercet.attention.stages",
     "compressed_attention": "tercet.attention.stages",
     "select_blocks": "tercet.attention.stages",
     "selected_attention": "tercet.attention.stages",
     "window_attention": "tercet.attention.stages",
     "combine": "tercet.attention.stages",
-    "AttentionAux": "tercet.attention.functional",
-    "block_sparse_attention": "tercet.attention.block_sparse",
-    "BlockSparseAttention": "tercet.model.block_sparse",
-    "NativeSparseAttention": "tercet.model.nsa",
-    "DenseAttention": "tercet.model.dense",
-    "WindowAttention": "tercet.model.window",
+    "AttentionAux": "tercet.attention.operator",
+    "block_sparse_attention": "tercet.attention.operator",
+    "BlockSparseAttention": "tercet.model.layers",
+    "NativeSparseAttention": "tercet.model.layers",
+    "DenseAttention": "tercet.model.layers",
+    "WindowAttention": "tercet.model.layers",
     "load_model": "tercet.inference.load",
     "generate": "tercet.inference.generate",
 }
@@ -40,9 +40,8 @@ __all__ = ["__version__", *sorted(_HOME)]
 # The names of _HOME for type checkers.
 # ruff: noqa: F401
 if TYPE_CHECKING:
-    from tercet.attention.block_sparse import block_sparse_attention
     from tercet.attention.config import NSAConfig
-    from tercet.attention.functional import AttentionAux, nsa_attention
+    from tercet.attention.operator import AttentionAux, block_sparse_attention, nsa_attention
     from tercet.attention.stages import (
         combine,
         compress_mean,
@@ -53,10 +52,7 @@ if TYPE_CHECKING:
     )
     from tercet.inference.generate import generate
     from tercet.inference.load import load_model
-    from tercet.model.block_sparse import BlockSparseAttention
-    from tercet.model.dense import DenseAttention
-    from tercet.model.nsa import NativeSparseAttention
-    from tercet.model.window import WindowAttention
+    from tercet.model.layers import BlockSparseAttention, DenseAttention, NativeSparseAttention, WindowAttention
 
 
 def __getattr__(name: str) -> Any:

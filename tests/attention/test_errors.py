@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tercet
 from cases import SMALL, Inputs, attend, config, cu, inputs
-from tercet.attention import functional
 from tercet.attention.layout import Packing
 from tercet.model.config import RopeConfig
-from tercet.model.dense import DenseAttention
+from tercet.model.layers import DenseAttention
 
 CFG = config()
 X = inputs(CFG, 21, batch=2, dtype=torch.float32)
@@ -295,43 +292,3 @@ def test_second_derivatives_are_rejected(backend: str):
     with pytest.raises(RuntimeError, match=r"create_graph=True.*second derivatives") as refused:
         torch.autograd.grad(out, x.q, create_graph=True)
     assert "\n" not in str(refused.value)
-
-
-def test_a_gpu_call_of_a_known_layout_is_not_checked_again(monkeypatch: pytest.MonkeyPatch):
-    """Other shapes, dtypes, configs and backends are."""
-    kernels = pytest.importorskip("tercet.attention.kernels")
-    chosen = []
-
-    def choose(backend: str, *_: object) -> tuple[str, None]:
-        chosen.append(backend)
-        return "triton", None
-
-    monkeypatch.setattr(functional, "_checked", {})
-    monkeypatch.setattr(functional, "choose_backend", choose)
-    monkeypatch.setattr(kernels, "nsa", lambda q, *_: (q, None))
-    with FakeTensorMode():  # on a GPU that need not be there
-        x = X.map(lambda t: torch.empty(t.shape, device="cuda"))
-        half = X.map(lambda t: torch.empty(t.shape, device="cuda", dtype=torch.float16))
-        short = torch.empty(2, 20, *X.ks.shape[2:], device="cuda")
-        blocks = torch.empty(2, 21, 2, CFG.select_count, device="cuda", dtype=torch.int32)
-        long = torch.empty(blocks.shape, device="cuda", dtype=torch.int64)
-    for _ in range(3):
-        attend(x, CFG)
-    assert len(chosen) == 1
-    refusal(lambda: attend(x.with_(ks=short), CFG), "k_selected", "20")
-    refusal(lambda: attend(x.with_(ks=half.ks), CFG), "k_selected", "float16")
-    refusal(lambda: attend(x, CFG, block_indices=long), "block_indices", "int64")
-    refusal(lambda: attend(x.with_(ks=None), CFG), "k_selected", "NoneType")
-    refusal(lambda: attend(x.with_(kc=None), CFG), "k_compressed", "NoneType")
-    refusal(lambda: attend(x.with_(kc=None), CFG, branches=("selected", "window")), "k_compressed", "NoneType")
-    assert len(chosen) == 1
-    for call in (
-        lambda: attend(half, CFG),
-        lambda: attend(x, replace(CFG, window=CFG.window + 1)),
-        lambda: attend(x, CFG, backend="triton"),
-        lambda: attend(x, CFG, branches=("compressed", "window")),
-        lambda: attend(x, CFG, block_indices=blocks),
-    ):
-        call()
-        call()
-    assert len(chosen) == 6

@@ -6,11 +6,16 @@ import pytest
 import torch
 
 from tercet.attention import reference
-from tercet.attention.block_sparse import run_block_sparse
 from tercet.attention.checks import check_span
 from tercet.attention.config import NSAConfig
-from tercet.attention.functional import run_window
 from tercet.attention.layout import Packing, Span
+from tercet.attention.operator import AttentionInputs, attend
+from tercet.attention.spec import block_sparse, window
+
+
+def run_window(q, k, v, **options):
+    return attend(AttentionInputs(q, k_window=k, v_window=v), window(CONFIG), **options)
+
 
 CONFIG = NSAConfig(8, 4, 16, 4, 1, 2, 24)
 LENGTH, FIRST, END = 120, 70, 101
@@ -55,17 +60,17 @@ def test_a_query_range_equals_those_rows_of_the_whole(bounds, on_device, request
 def test_keys_that_do_not_reach_the_queries_are_rejected():
     q, k, v, _, _ = make(None)
     with pytest.raises(ValueError, match="k_window holds tokens 40 to 90: queries up to token 101"):
-        run_window(q[:, FIRST:END], k[:, 40:90], v[:, 40:90], config=CONFIG, span=Span(FIRST, 40))
+        run_window(q[:, FIRST:END], k[:, 40:90], v[:, 40:90], span=Span(FIRST, 40))
     with pytest.raises(ValueError, match="k_window begins at token 48: the window of query 70 begins at 47"):
-        run_window(q[:, FIRST:END], k[:, 48:END], v[:, 48:END], config=CONFIG, span=Span(FIRST, 48))
+        run_window(q[:, FIRST:END], k[:, 48:END], v[:, 48:END], span=Span(FIRST, 48))
 
 
 def test_query_ranges_outside_the_sequence_are_rejected():
     q, k, v, compressed, packing = make([0, 50, LENGTH])
     with pytest.raises(ValueError, match="must not be negative"):
-        run_window(q, k, v, config=CONFIG, span=Span(-1))
+        run_window(q, k, v, span=Span(-1))
     with pytest.raises(ValueError, match="tokens 20 to 140 of 120"):
-        run_window(q, k, v, config=CONFIG, packing=packing, span=Span(20))
+        run_window(q, k, v, packing=packing, span=Span(20))
     with pytest.raises(ValueError, match="k_compressed has 20 tokens: queries up to token 101 need 24"):
         check_span(q[:, FIRST:END], compressed[:, :20], "compressed", Span(FIRST), CONFIG, None)
 
@@ -73,4 +78,8 @@ def test_query_ranges_outside_the_sequence_are_rejected():
 def test_dense_below_beyond_the_selection_needs_whole_sequences():
     q, k, v, _, _ = make(None)
     with pytest.raises(ValueError, match=r"dense_below=65 is more than .* = 64"):
-        run_block_sparse(q[:, FIRST:], k, v, config=CONFIG, dense_below=65, span=Span(FIRST))
+        attend(
+            AttentionInputs(q[:, FIRST:], k_selected=k, v_selected=v),
+            block_sparse(CONFIG, dense_below=65),
+            span=Span(FIRST),
+        )

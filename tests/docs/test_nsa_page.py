@@ -19,7 +19,7 @@ CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 def test_the_code_of_the_page_runs() -> None:
     names: dict[str, object] = {}
-    assert len(CODE) == 4
+    assert len(CODE) == 5
     for block in CODE:
         exec(block, names)
     cfg, cache = tercet.NSAConfig(), names["cache"]
@@ -36,7 +36,7 @@ def test_the_recommended_layer_is_the_presets() -> None:
     assert isinstance(shown, tercet.NativeSparseAttention)
     assert isinstance(preset, tercet.NativeSparseAttention)
     assert (shown.config, shown.compress_k.kind) == (preset.config, preset.compress_k.kind)
-    assert shown.compress_selected_keys == preset.compress_selected_keys
+    assert shown.spec == preset.spec
     assert {n: p.shape for n, p in shown.named_parameters()} == {n: p.shape for n, p in preset.named_parameters()}
 
 

@@ -117,9 +117,7 @@ def test_a_vocabulary_that_does_not_fit_fails():
 @pytest.mark.parametrize("packed", [False, True])
 def test_kernels_are_compared_with_the_reference(packed, gate, monkeypatch):
     # Compare the reference with itself: equal up to the rounding of its inputs.
-    other = "tercet.attention." + (
-        "functional.nsa_attention" if gate == "none" else "block_sparse.block_sparse_attention"
-    )
+    other = "tercet.attention.operator." + ("nsa_attention" if gate == "none" else "block_sparse_attention")
     monkeypatch.setattr(other, lambda *_, **__: pytest.fail("this model has another operator"))
     model = small(model__gate=gate).model
     here = {"device": "cpu", "length": 64, "backend": "reference", "packed": packed}
@@ -132,16 +130,16 @@ def test_kernels_are_compared_with_the_reference(packed, gate, monkeypatch):
 
 
 def test_packed_documents_are_compared_with_max_seqlen_as_in_training(monkeypatch):
-    from tercet.attention import functional
+    from tercet.attention import operator
 
-    real, bounds = functional.nsa_attention, []
+    real, bounds = operator.nsa_attention, []
 
     def watched(*tensors, **named):
         cu = named["cu_seqlens"]
         bounds.append((named["max_seqlen"], None if cu is None else int(cu.diff().max())))
         return real(*tensors, **named)
 
-    monkeypatch.setattr(functional, "nsa_attention", watched)
+    monkeypatch.setattr(operator, "nsa_attention", watched)
     for packed in (True, False):
         kernels.compare(small().model, torch.float32, device="cpu", length=64, backend="reference", packed=packed)
     assert len(bounds) == 6
@@ -203,9 +201,9 @@ def test_kernels_are_checked_in_the_precision_of_the_run(monkeypatch, precision,
 
 
 def test_a_nan_gradient_fails(monkeypatch):
-    from tercet.attention import functional
+    from tercet.attention import operator
 
-    real = functional.nsa_attention
+    real = operator.nsa_attention
 
     def poisoned(*tensors, **named):
         *others, v_window, gates = tensors
@@ -214,7 +212,7 @@ def test_a_nan_gradient_fails(monkeypatch):
             v_window.register_hook(lambda grad: grad * torch.nan)
         return real(*others, v_window, gates, **named)
 
-    monkeypatch.setattr(functional, "nsa_attention", poisoned)
+    monkeypatch.setattr(operator, "nsa_attention", poisoned)
     here = {"device": "cpu", "length": 64, "backend": "reference"}
     forward, backward, _ = kernels.compare(small().model, torch.bfloat16, **here)
     assert forward < kernels.TOLERANCE["bfloat16"]

@@ -1,4 +1,4 @@
-"""The learned selector's choice by its keys, interpreted, against plain PyTorch: sizes, packing, query ranges, ties."""
+"""The choice by single tokens' keys, interpreted, against plain PyTorch: sizes, packing, query ranges, ties."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ def config(block: int = 16, count: int = 4, initial: int = 1, local: int = 1) ->
     return tercet.NSAConfig(16, 16, block, count, initial, local)
 
 
-def chosen(q: Tensor, k: Tensor, cfg: tercet.NSAConfig) -> Tensor:
-    """One document's choice: q [T, G, size], k [T, G, size] -> [T, G, n]."""
+def chosen(q: Tensor, k: Tensor, cfg: tercet.NSAConfig, last: int | None = None) -> Tensor:
+    """One document's choice: q [T, G, size] of a selector, or [T, H, size], k [T, G, size] -> [T, G, n]; `last`: of
+    this many queries at the end."""
     tokens, block, count = q.shape[0], cfg.select_block, cfg.select_count
+    q, position = q[-(last or tokens) :], torch.arange(tokens, device=q.device)[-(last or tokens) :]
     blocks = cfg.num_blocks(tokens)
-    logits = torch.einsum("tgd,sgd->tgs", q, k) * q.shape[-1] ** -0.5
-    logits = torch.nn.functional.pad(logits, (0, blocks * block - tokens))
-    score = selector_weight(logits.unflatten(-1, (blocks, block))).sum(-1)
-    j, current = torch.arange(blocks, device=q.device), torch.arange(tokens, device=q.device)[:, None, None] // block
+    logits = torch.einsum("tghd,sgd->tghs", q.unflatten(1, (k.shape[1], -1)), k) * q.shape[-1] ** -0.5
+    logits = torch.nn.functional.pad(logits, (0, blocks * block - tokens)).unflatten(-1, (blocks, block))
+    own = q.shape[1] > k.shape[1]
+    score = logits.amax((2, -1)) if own else selector_weight(logits[:, :, 0]).sum(-1)
+    j, current = torch.arange(blocks, device=q.device), position[:, None, None] // block
     score = score.masked_fill((j < cfg.select_initial) | (j > current - cfg.select_local), torch.inf)
     score = score.masked_fill(j > current, -torch.inf)
     best = score.sort(descending=True, stable=True).indices[..., :count]
@@ -96,6 +99,37 @@ def test_extreme_logits_are_cut_off_and_choose_valid_blocks() -> None:
     assert choose(0, -80, -50, -60, -70, -1e30, -torch.inf, -80, -80, 0) == [0, 2, 3, 9]
     assert choose(0, 70, 1e30, 80, 60, torch.inf, 70, 50, 0, 0) == [0, 2, 5, 9]
     assert choose(0, -1e30, -200, -100, -90, -1e30, -100, -100, -100, 0) == [0, 1, 2, 9]  # equal: all 0
+
+
+@pytest.mark.parametrize(
+    ("heads", "block", "size", "tokens"),
+    [
+        (3, 16, 32, 110),
+        (4, 32, 48, 150),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((7, 64, 16, 300), (16, 16, 64, 90))),
+    ],
+)
+def test_own_queries_of_any_number_of_heads(heads: int, block: int, size: int, tokens: int) -> None:
+    cfg = config(block, count=3)
+    q, k = torch.randn(1, tokens, 2 * heads, size), torch.randn(1, tokens, 2, size)
+    found = select_by_tokens(q[:, -20:].contiguous(), k, cfg, end_of(k, 20), FEW, own=True)
+    assert torch.equal(found, batch(q, k, cfg)[:, -20:])
+
+
+def test_own_scores_hold_their_order_at_every_magnitude() -> None:
+    cfg = config(count=4)  # of 10 blocks 0 and 9 are forced
+    q, k = torch.zeros(1, 1, 2, 16), torch.zeros(1, 160, 1, 16)
+
+    def choose(*of_blocks: float) -> list[int]:
+        q[..., 0], k[..., 0] = 1, -torch.inf
+        k[0, 16:144:16, 0, 0] = torch.tensor(of_blocks)
+        return select_by_tokens(q, k, cfg, end_of(k, 1), FEW, own=True).flatten().tolist()[1:3]
+
+    assert choose(-1e30, -2e-30, -5, -1e-30, -3, -2, -7, -8) == [2, 4]
+    assert choose(0.0, -0.0, 1e-30, -1, -1, -1, -1, -1) == [1, 3]
+    assert choose(-1, -1, -0.0, 0.0, 0.0, -1, -1, -1) == [3, 4]
+    assert choose(1e30, 1, 9e37, 1e38, 1e38, 8e37, 1, torch.inf) == [4, 8]
+    assert choose(torch.nan, -1e38, -torch.inf, torch.nan, -9e37, -1e38, -torch.inf, -torch.inf) == [2, 5]
 
 
 @pytest.mark.parametrize("longest", [97, pytest.param(-1, marks=pytest.mark.slow)])

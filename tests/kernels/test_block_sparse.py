@@ -8,8 +8,9 @@ from torch import Tensor
 
 import tercet
 from cases import Inputs, cu, inputs
-from tercet.attention import block_sparse
 from tercet.attention.layout import Packing, Span
+from tercet.attention.operator import Attended, AttentionInputs, attend, pool_keys
+from tercet.attention.spec import block_sparse
 
 from .test_operators import Seen
 
@@ -17,6 +18,11 @@ pytestmark = pytest.mark.interpreter
 
 CONFIG = tercet.NSAConfig(compress_block=8, compress_stride=4, select_block=16, select_count=3, select_local=1)
 DOCUMENTS = (58, 0, 5)
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, means: Tensor | None = None, **options: object) -> Attended:
+    inputs = AttentionInputs(q, means, None, k, v)
+    return attend(inputs, block_sparse(CONFIG), backend="triton", select=True, **options)
 
 
 def sample(tokens: int = 63, config: tercet.NSAConfig = CONFIG, **options: object) -> Inputs:
@@ -50,6 +56,12 @@ def test_outputs_and_gradients_equal_the_references(documents: tuple[int, ...] |
     assert_equals_reference(sample(documents=documents), cu_seqlens=cu(documents), dense_below=dense_below)
 
 
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+def test_own_queries_and_keys_choose_as_in_the_reference(documents: tuple[int, ...] | None) -> None:
+    options = {"scorer": "own", "score_channels": torch.arange(4, 12), "cu_seqlens": cu(documents)}
+    assert_equals_reference(sample(documents=documents), **options)
+
+
 @pytest.mark.usefixtures("as_on_a_device")
 def test_documents_whose_bounds_the_host_does_not_know() -> None:
     assert_equals_reference(sample(documents=DOCUMENTS), cu_seqlens=cu(DOCUMENTS), dense_below=53)
@@ -67,11 +79,8 @@ def test_blocks_of_128_with_a_selector() -> None:
 def test_a_query_range_equals_its_part_of_the_whole(documents: tuple[int, ...] | None) -> None:
     x = sample(documents=documents)
     packing = None if documents is None else Packing(cu(documents), 63, 15, CONFIG)
-    whole = block_sparse.run_block_sparse(x.q, x.ks, x.vs, config=CONFIG, packing=packing, backend="triton")
-    part = block_sparse.run_block_sparse(
-        x.q[:, 52:63], x.ks, x.vs, config=CONFIG, packing=packing, backend="triton", span=Span(52),
-        block_keys=block_sparse.pool_keys(x.ks, CONFIG, packing),
-    )  # fmt: skip
+    whole = run(x.q, x.ks, x.vs, packing=packing)
+    part = run(x.q[:, 52:63], x.ks, x.vs, pool_keys(x.ks, CONFIG, packing), packing=packing, span=Span(52))
     assert torch.equal(part.block_indices, whole.block_indices[:, 52:63])
     torch.testing.assert_close(part.out, whole.out[:, 52:63], rtol=1e-5, atol=1e-6)
 
@@ -79,8 +88,8 @@ def test_a_query_range_equals_its_part_of_the_whole(documents: tuple[int, ...] |
 def test_one_query_after_keys_stored_head_by_head_equals_its_row_of_the_whole() -> None:
     x = sample(batch=2)
     k, v = (a.transpose(1, 2).contiguous().transpose(1, 2) for a in (x.ks, x.vs))  # as in transformers' cache
-    whole = block_sparse.run_block_sparse(x.q, x.ks, x.vs, config=CONFIG, backend="triton")
-    last = block_sparse.run_block_sparse(x.q[:, 62:], k, v, config=CONFIG, backend="triton", span=Span(62))
+    whole = run(x.q, x.ks, x.vs)
+    last = run(x.q[:, 62:], k, v, span=Span(62))
     torch.testing.assert_close(last.out, whole.out[:, 62:], rtol=1e-5, atol=1e-6)
 
 
@@ -89,7 +98,7 @@ def test_it_compiles_to_one_graph_without_changing_a_bit() -> None:
     x = sample()
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return block_sparse.run_block_sparse(q, k, v, config=CONFIG, backend="triton").out
+        return run(q, k, v).out
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     leaves = [a.detach().clone().requires_grad_() for a in (x.q, x.ks, x.vs)]

@@ -300,7 +300,7 @@ def test_the_number_of_splits_and_of_blocks_per_part_changes_nothing(selector, m
             arrived=mine.arrival_counters(decode.arrivals(1, 1)),
         )
         out, read, blocks = decode.nsa_step(
-            q, kv, gates, held, None, config, heads, branches=layer.branches, shared=False, softmax_gate=False,
+            q, kv, gates, held, None, config, heads, branches=layer.spec.branches, shared=False, softmax_gate=False,
             norms=None, phi=(decode.CompressionWeights(),) * 2, splits=splits, per=per, selector=scored,
         )  # fmt: skip
         outs.append((out, read.sum(-1), blocks))
@@ -364,7 +364,7 @@ def test_a_wide_window_leaves_no_more_parts_than_the_merge_holds():
 
 def test_a_cache_that_grows_decodes_on_the_kernels_while_its_blocks_are_not_too_many(monkeypatch):
     """Eight blocks of 16 are the most here: tokens 121 … 128 still fit, the 129th does not."""
-    monkeypatch.setattr("tercet.model.nsa_cache.MOST_DECODED_BLOCKS", 8)
+    monkeypatch.setattr("tercet.model.cache.MOST_DECODED_BLOCKS", 8)
     monkeypatch.setattr("tercet.attention.kernels.decode.step.MOST_DECODED_BLOCKS", 8)
     layer = make(compression="mean")
     x = torch.randn(1, 130, 16)

@@ -11,8 +11,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import tercet
 from tercet.attention import kernels
-from tercet.attention.functional import NSAInputs, run_nsa
 from tercet.attention.layout import KernelLayout, Packing, Span
+from tercet.attention.operator import AttentionInputs, attend
+from tercet.attention.spec import AttentionSpec
 from tercet.bench.attention import Shape, check_rows, make_inputs, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -116,7 +117,7 @@ def test_a_query_range_has_its_rows_of_the_whole_and_its_own_gradients() -> None
     parts = [slice(first, end), slice(None), slice(None), keys, keys, near, near, slice(first, end)]
     mine = [t.detach()[:, part].requires_grad_() for t, part in zip(x, parts, strict=True)]
     span = Span(first, keys.start, near.start)
-    out, blocks, route = run_nsa(NSAInputs(*mine), config=CONFIG, packing=whole, span=span)
+    out, blocks, _, route = attend(AttentionInputs(*mine), AttentionSpec(CONFIG), packing=whole, span=span)
     assert route == ("triton", None)
     dout = torch.randn_like(out)
     grads = torch.autograd.grad(out, mine, dout)

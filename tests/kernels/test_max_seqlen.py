@@ -99,7 +99,7 @@ def test_compiling_with_max_seqlen_changes_no_bit() -> None:
     x, bounds = sample((40, 5)).leaves(), cu((40, 5))
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
-        return kernels.nsa(*tensors, CONFIG, KernelLayout(bounds, max_seqlen=40))[0]
+        return kernels.attend(*tensors, CONFIG, KernelLayout(bounds, max_seqlen=40))[0]
 
     torch._dynamo.reset()
     out, wanted = torch.compile(call, fullgraph=True, backend="aot_eager")(*x.tensors()), call(*x.tensors())

@@ -40,7 +40,7 @@ def test_compiling_to_one_graph_changes_no_bit() -> None:
     x = sample().leaves()
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
-        return kernels.nsa(*tensors, CONFIG)[0]
+        return kernels.attend(*tensors, CONFIG)[0]
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     out, wanted = compiled(*x.tensors()), call(*x.tensors())
@@ -75,11 +75,15 @@ def test_branches_without_a_gate_are_differentiable() -> None:
 
     for k, v, call, right in (
         (
-            x.ks, x.vs, lambda q, k, v: kernels.attend_selected(q, k, v, given, CONFIG, KernelLayout()),
+            x.ks, x.vs, lambda q, k, v: kernels.attend(
+                q, None, None, k, v, None, None, None, CONFIG, KernelLayout(), ("selected",), given
+            )[0],
             lambda q, k, v: reference.selected_attention(q, k, v, given, CONFIG),
         ),
         (
-            x.kw, x.vw, lambda q, k, v: kernels.attend_window(q, k, v, CONFIG, KernelLayout()),
+            x.kw, x.vw, lambda q, k, v: kernels.attend(
+                q, None, None, None, None, k, v, None, CONFIG, KernelLayout(), ("window",)
+            )[0],
             lambda q, k, v: reference.window_attention(q, k, v, CONFIG),
         ),
     ):  # fmt: skip
@@ -156,7 +160,8 @@ def test_operators_match_their_schemas_and_fake_implementations() -> None:
         ("nsa_compressed_bounds", (bounds, 8, 4)),
         ("nsa_compressed", (q, kc, vc, bounds, ccu, *numbers)),
         ("nsa_select", (q, kc, lse_c, bounds, ccu, *numbers)),
-        ("nsa_select_by_tokens", (ks, kw, bounds, *numbers)),
+        ("nsa_select_by_tokens", (ks, kw, bounds, False, *numbers)),
+        ("nsa_select_by_tokens", (q, kw, bounds, True, *numbers)),
         ("nsa_delta", (out, gates, o_c, o_s, o_w)),
         ("nsa_backward", (out, *kept, saved, *numbers)),
     ):

@@ -12,7 +12,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 pytest.importorskip("triton")
 
 import tercet
-from tercet.model.nsa import NativeSparseAttention
+from tercet.model.layers import NativeSparseAttention
 
 pytestmark = pytest.mark.interpreter
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 import tercet
 from tercet.attention.kernels import qkv_split
 from tercet.attention.layout import Packing
-from tercet.model.nsa import NativeSparseAttention
+from tercet.model.layers import NativeSparseAttention
 from tercet.model.rope import rope_cache
 
 pytestmark = pytest.mark.interpreter

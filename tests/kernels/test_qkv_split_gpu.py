@@ -14,7 +14,7 @@ import tercet
 from rounding import check_as_near, distance
 from tercet.attention.layout import Packing
 from tercet.bench.attention import relative_error
-from tercet.model.nsa import NativeSparseAttention
+from tercet.model.layers import NativeSparseAttention
 from tercet.model.rope import rope_cache
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,9 @@ import torch
 
 import tercet
 from cases import cu, inputs
-from tercet.attention.functional import NSAInputs, run_nsa
 from tercet.attention.layout import Packing, Span
+from tercet.attention.operator import AttentionInputs, attend
+from tercet.attention.spec import AttentionSpec
 
 pytestmark = pytest.mark.interpreter
 
@@ -25,8 +26,8 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def run(x, backend, dout, packing, span, block_indices=None):
     leaves = x.map(lambda t: t.detach().clone().requires_grad_())
-    out, chosen, route = run_nsa(
-        NSAInputs(*leaves.tensors()), config=CONFIG, packing=packing, backend=backend, span=span,
+    out, chosen, _, route = attend(
+        AttentionInputs(*leaves.tensors()), AttentionSpec(CONFIG), packing=packing, backend=backend, span=span,
         block_indices=block_indices,
     )  # fmt: skip
     assert route[0] == backend
@@ -63,7 +64,9 @@ def test_a_query_range_equals_its_rows_of_the_whole_sequence(documents, batch, q
     span = Span(queries[0], selected[0], window[0])
     out, chosen, grads = run(some, "triton", dout, packing, span)
     exact = x.map(lambda t: t.double()).leaves()
-    wanted, all_chosen, _ = run_nsa(NSAInputs(*exact.tensors()), config=CONFIG, packing=packing, backend="reference")
+    wanted, all_chosen, *_ = attend(
+        AttentionInputs(*exact.tensors()), AttentionSpec(CONFIG), packing=packing, backend="reference"
+    )
     assert torch.equal(chosen, all_chosen[:, part])
     assert relative(out, wanted[:, part]) < 1e-5
     whole = dict(zip(NAMES, torch.autograd.grad(wanted[:, part], exact.tensors(), dout.double()), strict=True))
@@ -85,9 +88,10 @@ def test_keys_that_begin_within_a_document_are_left_to_the_reference() -> None:
     some = x.with_(
         q=x.q[:, 50:60], gates=x.gates[:, 50:60], **{n: getattr(x, n)[:, 25:] for n in ("ks", "vs", "kw", "vw")}
     )
-    call = {"config": CONFIG, "packing": packing, "span": Span(50, 25)}
+    call = {"packing": packing, "span": Span(50, 25)}
     with pytest.raises(RuntimeError, match="k_selected begins at token 25, within a document"):
-        run_nsa(NSAInputs(*some.tensors()), backend="triton", **call)
-    assert run_nsa(NSAInputs(*some.tensors()), backend="auto", **call)[2][0] == "reference"
+        attend(AttentionInputs(*some.tensors()), AttentionSpec(CONFIG), backend="triton", **call)
+    assert attend(AttentionInputs(*some.tensors()), AttentionSpec(CONFIG), **call).route[0] == "reference"
     # without the selected branch nothing counts blocks
-    run_nsa(NSAInputs(*some.tensors()), backend="triton", branches=("compressed", "window"), **call)
+    without = AttentionSpec(CONFIG, ("compressed", "window"))
+    attend(AttentionInputs(*some.tensors()), without, backend="triton", **call)

@@ -90,7 +90,7 @@ def test_replayed_calls_have_the_bits_of_first_calls(kind: str) -> None:
         if kind == "not contiguous":
             x = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in x]
         x = [t.requires_grad_() for t in x]
-        out, blocks = kernels.nsa(*x, CONFIG, branches=branches)
+        out, blocks = kernels.attend(*x, CONFIG, branches=branches)
         grads = torch.autograd.grad(out, x, torch.linspace(-1, 1, out.numel()).view_as(out), allow_unused=True)
         return [y for y in (out, blocks, *grads) if y is not None]
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from kernels.selections import case, dense_masked, poison_empty, relative_error, starts
 from tercet.attention.config import NSAConfig
 from tercet.attention.kernels import ops
-from tercet.model.nsa import NativeSparseAttention
+from tercet.model.layers import NativeSparseAttention
 
 pytestmark = pytest.mark.interpreter
 

@@ -114,17 +114,30 @@ def other(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "block", "size"),
-    [(torch.bfloat16, 64, 32), (torch.bfloat16, 16, 48), (torch.float16, 128, 64), (torch.float32, 64, 32)],
+    ("dtype", "block", "size", "heads"),
+    [
+        (torch.bfloat16, 64, 32, 1),
+        (torch.bfloat16, 16, 48, 1),
+        (torch.float16, 128, 64, 1),
+        (torch.float32, 64, 32, 1),
+        (torch.bfloat16, 64, 32, 4),
+        (torch.bfloat16, 128, 16, 7),
+        (torch.float16, 32, 128, 3),
+        (torch.bfloat16, 64, 64, 16),
+    ],
 )
-def test_sequences_packed_documents_and_query_ranges_choose_as_fp64_does(dtype, block: int, size: int) -> None:
-    config = tercet.NSAConfig(16, 16, block)
-    q, k = (torch.randn(1, 8192, 2, size, device="cuda").to(dtype) for _ in range(2))
-    whole = select_by_tokens(q, k, config, Documents(1, 8192, 0, None, None))
-    assert other(whole[0], chosen(q[0].double(), k[0].double(), config)) < 5e-4
+def test_sequences_packed_documents_and_query_ranges_choose_as_fp64_does(dtype, block, size, heads) -> None:
+    """One head per group: as a learned selector's; several: own queries."""
+    config, own = tercet.NSAConfig(16, 16, block), heads > 1
+    q, k = (torch.randn(1, 8192, 2 * h, size, device="cuda").to(dtype) for h in (heads, 1))
+    whole = select_by_tokens(q, k, config, Documents(1, 8192, 0, None, None), own=own)
+    assert other(whole[0, -512:], chosen(q[0].double(), k[0].double(), config, 512)) < 5e-4
     bounds = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
-    packed = select_by_tokens(q, k, config, Documents(1, 8192, 0, bounds, None))
+    packed = select_by_tokens(q, k, config, Documents(1, 8192, 0, bounds, None), own=own)
     pairs = zip(q[0].double().split(LENGTHS), k[0].double().split(LENGTHS), strict=True)
-    assert other(packed[0], torch.cat([chosen(*x, config) for x in pairs if len(x[0])])) < 5e-4
+    for place, (one_q, one_k) in enumerate(pairs):
+        end = sum(LENGTHS[: place + 1])
+        found = packed[0, end - len(one_q) : end][-512:]
+        assert not len(one_q) or other(found, chosen(one_q, one_k, config, 512)) < 5e-4
     part = Documents(1, 8192, 0, bounds, None, 3000, 4000)
-    assert torch.equal(select_by_tokens(q[:, 3000:7000], k, config, part), packed[:, 3000:7000])
+    assert torch.equal(select_by_tokens(q[:, 3000:7000], k, config, part, own=own), packed[:, 3000:7000])

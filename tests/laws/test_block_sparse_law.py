@@ -131,6 +131,60 @@ def test_a_selector_chooses_in_place_of_the_means(backend: str):
         attend(Case(cfg, x, None), backend, selector=(queries, keys[:, 1:]))
 
 
+OWN_BOUNDS = (37, 0, 3, 20)
+
+
+@settings(max_examples=20)
+@given(case=cases(), per_group=st.booleans(), seed=st.integers(0, 99))
+@example(case=Case(config(), inputs(config(), 60, documents=OWN_BOUNDS), OWN_BOUNDS), per_group=True, seed=0)
+def test_own_queries_and_keys_choose_as_the_oracle_says(case: Case, per_group: bool, seed: int, backend: str):
+    groups, size = case.x.ks.shape[2:]
+    generator = torch.Generator().manual_seed(seed)
+    channels = torch.stack([torch.randperm(size, generator=generator)[: size // 2 + 1] for _ in range(groups)])
+    channels = channels if per_group else channels[0]
+    out, aux = attend(case, backend, return_aux=True, scorer="own", score_channels=channels)
+    arrays = [x.double().numpy() for x in (case.x.q, case.x.ks, case.x.vs)]
+    answer = oracle.block_sparse(*arrays, case.cfg, 0, cu(case.documents), aux.block_indices.numpy())
+    answer.selections = oracle.own_selections(*arrays[:2], case.cfg, channels.numpy(), cu(case.documents))
+    assert wrong_sets(answer, aux.block_indices, 1e-9) == []
+    torch.testing.assert_close(out.double(), torch.from_numpy(answer.out), rtol=1e-10, atol=1e-10)
+
+
+def test_own_scores_hold_their_order_at_every_magnitude_and_ties_take_the_lowest_index(backend: str):
+    cfg = config()  # blocks of 4; in the last one of 15 the forced blocks are 0, 13 and 14
+
+    def chosen(*scores: float) -> list[int]:
+        q, k = torch.zeros(1, 60, 2, 8), torch.zeros(1, 60, 1, 8)
+        q[..., 0], k[0, 4:52:4, 0, 0] = 1, torch.tensor(scores)
+        k[0, :, 0, 0].masked_fill_(torch.arange(60) % 4 > 0, -torch.inf)
+        _, aux = tercet.block_sparse_attention(
+            q, k, k, config=cfg, scorer="own", score_channels=torch.tensor([0]), backend=backend, return_aux=True
+        )
+        return [j for j in aux.block_indices[0, 59, 0].tolist() if j not in (0, 13, 14)]
+
+    assert chosen(*[-1e-30, -2e-30, -1e30, -5, -3, -2, -7, -8, -9, -1e-29, -4, -6]) == [1]
+    assert chosen(*[-1e30] * 5, -9e29, *[-1e30] * 6) == [6]
+    assert chosen(*[1e-30] * 5, 2e-30, *[1e-30] * 6) == [6]
+    assert chosen(1e30, *[3e38] * 3, *[1e30] * 8) == [2]
+    assert chosen(0.0, *[-0.0] * 11) == [1]
+    assert chosen(-0.0, 0.0, *[-1] * 10) == [1]
+    assert chosen(torch.nan, -1e30, *[-torch.inf] * 9, torch.nan) == [2]
+    assert chosen(*[-torch.inf] * 12) == [1]
+
+
+def test_wrong_scorers_and_channels_are_named(backend: str):
+    case = Case(config(), inputs(config(), 30), None)
+    for options, said in (
+        ({"scorer": "best"}, "scorer='best' is unknown"),
+        ({"score_channels": torch.arange(2)}, 'use scorer="own"'),
+        ({"scorer": "own", "score_channels": torch.tensor([8])}, "channels 0 … 7"),
+        ({"scorer": "own", "score_channels": torch.arange(2).int()}, "expected int64"),
+        ({"scorer": "own", "score_channels": torch.zeros(3, 2).long()}, "expected int64"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            attend(case, backend, **options)
+
+
 @pytest.mark.parametrize("dense_below", [41, 42, 100])
 def test_with_given_blocks_dense_below_may_exceed_the_sequence(dense_below: int, backend: str):
     case = Case(config(), inputs(config(), 41), None)

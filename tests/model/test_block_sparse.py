@@ -45,7 +45,7 @@ def by_loops(layer: tercet.BlockSparseAttention, x: torch.Tensor, bounds: torch.
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = layer_oracle.rms_norm(layer.q_norm, q), layer_oracle.rms_norm(layer.k_norm, k)
     q, k = oracle.rope(q, positions), oracle.rope(k, positions)
-    answer = oracle.block_sparse(q, k, v, layer.config, layer.dense_below, bounds)
+    answer = oracle.block_sparse(q, k, v, layer.config, layer.spec.dense_below, bounds)
     answer.out = layer_oracle.linear(layer.o_proj, answer.out.reshape(*x.shape[:2], -1))
     return answer
 

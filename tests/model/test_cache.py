@@ -13,11 +13,8 @@ from torch import Tensor, nn
 import layer_oracle
 import tercet
 from cases import config, configs, cu
-from tercet.model.block_sparse import BlockSparseAttention
 from tercet.model.config import RopeConfig
-from tercet.model.dense import DenseAttention
-from tercet.model.nsa import NativeSparseAttention
-from tercet.model.window import WindowAttention
+from tercet.model.layers import BlockSparseAttention, DenseAttention, NativeSparseAttention, WindowAttention
 
 CFG = config()
 # As in preset m7c: blocks are selected by means of the selected keys, in compression blocks that do not overlap.
@@ -119,7 +116,7 @@ def test_the_default_config_splits_in_the_middle_of_every_block():
 @pytest.mark.parametrize("options", [
     {},
     LEARNED,
-    {"selector": "random"},
+    {"selector": "own"},
     {"kind": tercet.DenseAttention},
     {"kind": tercet.WindowAttention},
     {"kind": tercet.BlockSparseAttention},

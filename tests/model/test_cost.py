@@ -150,8 +150,8 @@ def test_compressed_scores_cost_something_without_their_branch_too():
     learned = {"selector": "learned", "selector_dim": 1, "branches": two}
     # a product of queries and compressed keys twice, instead of once and one of probabilities and values
     assert flops(branches=two) == pytest.approx(flops())
-    assert flops(branches=two, selector="random") < flops(**learned) < flops(branches=two)
-    assert flops(branches=("window",)) < flops(branches=two, selector="random")
+    assert flops(branches=two, selector="own") < flops(**learned) < flops(branches=two)
+    assert flops(branches=("window",)) < flops(branches=two, selector="own")
 
 
 def test_pairs_match_known_flops_of_long_sequences():
@@ -187,7 +187,7 @@ def test_projection_flops_match_the_matmuls_that_run(changes, monkeypatch):
     from torch.utils.flop_counter import FlopCounterMode
 
     # the counter's own global hooks would send φ through its linear layers one block at a time
-    monkeypatch.setattr("tercet.model.layer._has_any_global_hook", lambda: False)
+    monkeypatch.setattr("tercet.model.linear._has_any_global_hook", lambda: False)
 
     config, length = ModelConfig(**{**SIZES, **changes}), 48
     model = Transformer(config).eval()  # in training, a sample of queries is projected again to teach the selectors
@@ -214,7 +214,7 @@ def test_training_costs_three_forwards():
 def test_training_selectors_alone_costs_little_more_than_a_forward(changes, monkeypatch):
     from torch.utils.flop_counter import FlopCounterMode
 
-    monkeypatch.setattr("tercet.model.layer._has_any_global_hook", lambda: False)
+    monkeypatch.setattr("tercet.model.linear._has_any_global_hook", lambda: False)
     config, length = ModelConfig(**{**SIZES, "layers": 3, "selector": "learned", **changes}), 48
     model = Transformer(config)
     freeze_all_but_selectors(model)

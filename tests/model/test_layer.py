@@ -18,8 +18,9 @@ from tercet.attention import dense
 from tercet.attention.dense import dense_route
 from tercet.attention.layout import Packing, Span
 from tercet.attention.stages import compression_blocks
+from tercet.model.attention import Attention
 from tercet.model.config import NSA_ONLY
-from tercet.model.dense import DenseAttention
+from tercet.model.layers import DenseAttention
 from tercet.model.rope import Rotary, rope_cache, rotate
 
 CFG = config()
@@ -366,11 +367,11 @@ def test_a_shared_rope_cache_changes_nothing():
 
 def test_dense_attention_ignores_nsa_arguments_and_rejects_unknown_ones():
     sparse = (tercet.NativeSparseAttention, tercet.BlockSparseAttention)
-    taken = [p for layer in sparse for p in signature(layer).parameters.values()]
+    taken = [p for layer in (*sparse, Attention) for p in signature(layer).parameters.values()]
     assert {p.name for p in taken} >= {*NSA_ONLY, "backend", "config"} - {"nsa"}
     DenseAttention(12, 4, 2, 4, **{p.name: p.default for p in taken if p.default is not p.empty})
     for unknown in ("nsa", "windows"):
-        with pytest.raises(TypeError, match=f"unknown arguments: {unknown}"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{unknown}'"):
             DenseAttention(12, 4, 2, 4, **{unknown: None})
 
 

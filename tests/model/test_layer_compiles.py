@@ -18,7 +18,10 @@ CONFIG = tercet.NSAConfig(8, 4, 16, 4, 1, 2, 20)
 
 
 def fake_kernels(q, kc, vc, ks, vs, kw, vw, gates, config, *_):  # type: ignore[no-untyped-def]
-    """Signature and output shapes of kernels.nsa, which is a single operator to the compiler."""
+    """Signature and output shapes of kernels.attend, which is a single operator to the compiler."""
+    if gates is None:
+        k, v = (kw, vw) if ks is None else (ks, vs)
+        return q + (k * v).repeat_interleave(2, dim=2), None
     indices = torch.zeros(*q.shape[:2], ks.shape[2], config.select_count, dtype=torch.int32)
     return q * gates[..., :1] + (ks + kw).repeat_interleave(2, dim=2) + kc.sum() + vc.sum(), indices
 
@@ -47,17 +50,17 @@ def check_compiles(layer: nn.Module, bounds: list[int] | None) -> None:
     [(True, True), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((False, False), (False, True), (True, False)))],
 )
 def test_the_layer_compiles_to_one_graph(monkeypatch, kernels, packed: bool, statistics: bool) -> None:
-    monkeypatch.setattr(kernels, "nsa", fake_kernels)
+    monkeypatch.setattr(kernels, "attend", fake_kernels)
     layer = tercet.NativeSparseAttention(32, 4, 2, 8, config=CONFIG)
     layer.stats.enabled = statistics
     check_compiles(layer, [0, 30, 70] if packed else None)
-    assert layer.routes == dict.fromkeys(layer.branches, "triton")
+    assert layer.routes == dict.fromkeys(layer.spec.branches, "triton")
     assert bool(layer.stats.read()) == statistics
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_window_layer_compiles_to_one_graph(monkeypatch, kernels, packed: bool) -> None:
-    monkeypatch.setattr(kernels, "attend_window", lambda q, k, v, *_: q + (k * v).repeat_interleave(2, dim=2))
+    monkeypatch.setattr(kernels, "attend", fake_kernels)
     layer = tercet.WindowAttention(32, 4, 2, 8, config=CONFIG)
     check_compiles(layer, [0, 30, 70] if packed else None)
     assert layer.routes == {"window": "triton"}
@@ -73,7 +76,7 @@ def test_a_window_layer_compiles_to_one_graph(monkeypatch, kernels, packed: bool
 def test_a_block_sparse_layer_compiles_to_one_graph(monkeypatch, kernels, packed: bool, dense_below: int) -> None:
     indices = torch.zeros(1, 70, 2, CONFIG.select_count, dtype=torch.int32)
     monkeypatch.setattr(kernels, "select_by_keys", lambda q, keys, *_: indices + (keys.sum() > 1e9))
-    monkeypatch.setattr(kernels, "attend_selected", lambda q, k, v, *_: q + (k * v).repeat_interleave(2, dim=2))
+    monkeypatch.setattr(kernels, "attend", fake_kernels)
     layer = tercet.BlockSparseAttention(32, 4, 2, 8, config=CONFIG, dense_below=dense_below)
     layer.stats.enabled = dense_below == 100
     check_compiles(layer, [0, 3, 70] if packed else None)
@@ -90,7 +93,7 @@ def test_the_reference_compiles_to_one_graph(kind: str) -> None:
 
 
 def test_a_new_document_count_does_not_recompile(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> None:
-    monkeypatch.setattr(kernels, "nsa", fake_kernels)
+    monkeypatch.setattr(kernels, "attend", fake_kernels)
     monkeypatch.setattr(layout, "_read_bounds", lambda *bounds: None)  # as on a device
     sizes = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_dim": 32, "vocab_size": 16}
     model = Transformer(ModelConfig(**sizes, nsa=CONFIG))

@@ -255,7 +255,7 @@ def test_the_last_queries_of_a_short_batch_are_sampled_too() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_layer_samples_queries_at_any_place_whatever_the_precision(dtype: torch.dtype) -> None:
-    rows = make_layer().sample(torch.randn(2, 16384, 32, dtype=dtype))
+    rows = make_layer()._sample(torch.randn(2, 16384, 32, dtype=dtype))
     assert rows is not None
     assert torch.equal(rows // 128, torch.arange(256))
     assert (rows % 128).unique().numel() > 64
@@ -276,7 +276,7 @@ def test_a_layer_in_another_model_trains_its_selector_and_nothing_else_changes(t
         if name.startswith("selector."):
             assert (p.grad is not None and p.grad.abs().max() > 0) == training, name
     with torch.no_grad():
-        assert layer.train().sample(x) is None
+        assert layer.train()._sample(x) is None
 
 
 @pytest.mark.parametrize("rotary", [0, 8, 16])

@@ -90,7 +90,7 @@ def test_attention_can_differ_per_layer():
 def test_unused_keys_do_not_change_the_model(changes):
     others = {
         "compression": "mean", "gate": "softmax", "shared_kv": True, "compress_selected_keys": True,
-        "branches": ("window",), "selector": "random", "selector_dim": 8, "selector_rotary": 4,
+        "branches": ("window",), "selector": "own", "selector_dim": 8, "selector_rotary": 4,
         "nsa.compress_block": 4, "nsa.compress_stride": 2, "nsa.select_block": 16, "nsa.select_count": 3,
         "nsa.window": 6,
     }  # fmt: skip

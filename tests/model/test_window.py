@@ -68,8 +68,8 @@ def test_gradients_equal_those_of_attention_under_a_window_mask():
     layer = make()
     x = torch.randn(1, 40, 12, dtype=torch.float64, requires_grad=True)
     dout = torch.randn(1, 40, 12, dtype=torch.float64)
-    q, k, v = layer.project(x, None)
-    k, v = (y.repeat_interleave(2, dim=2).transpose(1, 2) for y in (k, v))
+    q, _, keys, values = layer.project(x, None)
+    k, v = (y["window"].repeat_interleave(2, dim=2).transpose(1, 2) for y in (keys, values))
     t = torch.arange(40)
     back = t[:, None] - t
     mask = (back >= 0) & (back < CFG.window)

@@ -12,10 +12,7 @@ from torch import nn
 
 from parallel.world import report
 from tercet.attention.config import NSAConfig
-from tercet.model.block_sparse import BlockSparseAttention
-from tercet.model.dense import DenseAttention
-from tercet.model.nsa import NativeSparseAttention
-from tercet.model.window import WindowAttention
+from tercet.model.layers import BlockSparseAttention, DenseAttention, NativeSparseAttention, WindowAttention
 from tercet.parallel.context import apply_context_parallelism, shard_sequence
 
 SMALL = NSAConfig(

@@ -20,7 +20,7 @@ from runs import events_of, losses, small
 from stepping import SimulatedClock, SteppedModel
 from tercet.config.schema import uses_cuda_graph
 from tercet.errors import TercetError
-from tercet.model.layer import AttentionLayer
+from tercet.model.attention import AttentionLayer
 from tercet.model.loss import IGNORED
 from tercet.model.transformer import Transformer
 from tercet.report.attention_gates import fallback_gate

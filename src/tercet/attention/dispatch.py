@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting
@@ -79,37 +77,7 @@ def why_not_triton(tensors: dict[str, Any], config: NSAConfig) -> str | None:
         return f"q is on {q.device} and the kernels need a CUDA device"
     from tercet.attention import kernels
 
-    key = call_key(tensors.values(), tuple(tensors), config)
-    if key is None:
-        return kernels.unsupported(**tensors, config=config)
-    if (known := _reasons.get(key)) is not None:
-        return known[0]
-    if len(_reasons) >= _MOST_REASONS:
-        _reasons.clear()  # perhaps while another thread is here
-    reason = kernels.unsupported(**tensors, config=config)
-    _reasons[key] = (reason,)
-    return reason
-
-
-# Answers to earlier calls: asking again takes as long as several launches.
-_reasons: dict[Hashable, tuple[str | None]] = {}
-_MOST_REASONS = 256
-
-
-def call_key(tensors: Iterable[Tensor | None], *settings: Hashable) -> Hashable:
-    """All that checks and the choice of a backend depend on; None if the call must be checked: it is traced, or not on
-    a GPU."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return None
-    given: list[Hashable] = []
-    for x in tensors:
-        if x is None:
-            given.append(None)
-        elif isinstance(x, Tensor) and x.is_cuda:
-            given.append((x.shape, x.dtype, x.device))
-        else:
-            return None
-    return settings, tuple(given)
+    return kernels.unsupported(**tensors, config=config)
 
 
 def without_autocast(device: str) -> AbstractContextManager[None]:

@@ -187,15 +187,22 @@ def block_lse(q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks: int, 
     return torch.cat([x.logsumexp(-1) for x in logits])
 
 
-def _logits_by_block(q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks: int, block: int) -> Iterator[Tensor]:
-    """[S, G, h, blocks, block] as in `block_lse`, a few queries at a time; -inf for keys after the query."""
+def _logits_by_block(
+    q: Tensor, k: Tensor, row: Tensor | None, position: Tensor, blocks: int, block: int
+) -> Iterator[Tensor]:
+    """[S, G, h, blocks, block] as in `block_lse`, a few queries at a time; -inf for keys after the query. row None: k
+    begins with the document of all queries."""
     keys, s = k.to(compute_dtype(q)), torch.arange(blocks * block, device=q.device)
     queries = q.unflatten(1, (k.shape[1], -1)).to(keys.dtype) * q.shape[-1] ** -0.5
     step = max(1, _LOGITS // (q.shape[1] * k.shape[0]))
-    for own, at, t in zip(queries.split(step), row.split(step), position.split(step), strict=True):
-        logits = torch.einsum("sghd,tgd->sght", own, keys)
-        token = ((at - t)[:, None] + s).clamp(max=k.shape[0] - 1)
-        logits = logits.gather(-1, token[:, None, None].expand(*logits.shape[:-1], -1))
+    for first in range(0, q.shape[0], step):
+        t = position[first : first + step]
+        logits = torch.einsum("sghd,tgd->sght", queries[first : first + step], keys)
+        if row is None:
+            logits = torch.nn.functional.pad(logits, (0, blocks * block - k.shape[0]))
+        else:
+            token = ((row[first : first + step] - t)[:, None] + s).clamp(max=k.shape[0] - 1)
+            logits = logits.gather(-1, token[:, None, None].expand(*logits.shape[:-1], -1))
         logits = logits.masked_fill((s > t[:, None])[:, None, None], -torch.inf)
         yield logits.unflatten(-1, (blocks, block))
 
@@ -211,37 +218,50 @@ def selector_weight(logits: Tensor) -> Tensor:
     return torch.ldexp(1 + y - below, below)
 
 
-def selector_scores(q: Tensor, k: Tensor, row: Tensor, position: Tensor, blocks: int, block: int) -> Tensor:
-    """A selector's scores of blocks: the sum of its weights. -> [S, G, blocks]; arguments of `block_lse`."""
+def selector_scores(q: Tensor, k: Tensor, row: Tensor | None, position: Tensor, blocks: int, block: int) -> Tensor:
+    """A selector's scores of blocks: the sum of its weights. -> [S, G, blocks]; arguments of `_logits_by_block`."""
     logits = _logits_by_block(q, k, row, position, blocks, block)
     return torch.cat([selector_weight(x[:, :, 0]).sum(-1) for x in logits])
 
 
+def own_scores(q: Tensor, k: Tensor, row: Tensor | None, position: Tensor, blocks: int, block: int) -> Tensor:
+    """Scores of blocks by own queries and keys: the largest product of any head of the group with any token; NaN counts
+    as lowest. -> [S, G, blocks]; arguments of `_logits_by_block`."""
+    logits = _logits_by_block(q, k, row, position, blocks, block)
+    return torch.cat([x.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax((2, -1)) for x in logits])
+
+
+TOKEN_SCORES = {"learned": selector_scores, "own": own_scores}
+"""Scorers that read the queries and keys of single tokens."""
+
+
 @torch.no_grad()
 def select_by_tokens(
-    q: Tensor, k: Tensor, config: NSAConfig, packing: Packing | None = None, span: Span = WHOLE
+    q: Tensor, k: Tensor, config: NSAConfig, packing: Packing | None = None, span: Span = WHOLE, scorer: str = "learned"
 ) -> Tensor:
-    """I_t by a selector's queries and keys [B, T, G, size], of the tokens that q and k of the selected branch have."""
-    batch, count, groups, _ = q.shape
-    indices = torch.empty(batch, count, groups, config.select_count, dtype=torch.int32, device=q.device)
+    """I_t by queries [B, T, G, size] of a selector, or the model's own [B, T, H, size], and keys [B, T, G, size]; of
+    the tokens that q and k of the selected branch have."""
+    batch, count, heads, _ = q.shape
+    indices = torch.empty(batch, count, k.shape[2], config.select_count, dtype=torch.int32, device=q.device)
     for segment in segments(count, packing, span):
         start = max(segment.first, span.first_key)
-        for first, end in segment.query_tiles(batch * groups):
+        for first, end in segment.query_tiles(batch * heads):
             queries, keys = segment.queries(first, end), segment.keys(start, end)
-            t = segment.position(first, end, q.device)
-            row, blocks = torch.arange(first, end, device=q.device) - start, config.num_blocks(end - segment.first)
+            t, blocks = segment.position(first, end, q.device), config.num_blocks(end - segment.first)
+            row = torch.arange(first, end, device=q.device) - start
+            known = None if segment.packing is None and start == segment.first else row
             for b in range(batch):
-                scores = selector_scores(q[b, queries], k[b, keys], row, t, blocks, config.select_block)
+                scores = TOKEN_SCORES[scorer](q[b, queries], k[b, keys], known, t, blocks, config.select_block)
                 indices[b, queries] = select(scores.transpose(0, 1), t, config).transpose(0, 1)
     return indices
 
 
 @torch.no_grad()
-def select_at(q: Tensor, k: Tensor, t: Tensor, config: NSAConfig) -> Tensor:
-    """`select_by_tokens` for queries [B, C, G, size] at positions t [B, C] of whole rows of keys [B, T, G, size]."""
+def select_at(q: Tensor, k: Tensor, t: Tensor, config: NSAConfig, scorer: str = "learned") -> Tensor:
+    """`select_by_tokens` for queries at positions t [B, C] of whole rows of keys [B, T, G, size]."""
     blocks, found = config.num_blocks(k.shape[1]), []
     for own_q, own_k, own_t in zip(q, k, t, strict=True):
-        scores = selector_scores(own_q, own_k, own_t, own_t, blocks, config.select_block)
+        scores = TOKEN_SCORES[scorer](own_q, own_k, None, own_t, blocks, config.select_block)
         found.append(select(scores.transpose(0, 1), own_t, config).transpose(0, 1))
     return torch.stack(found)
 

@@ -1,12 +1,14 @@
-"""Block selection by a learned selector, from its own queries and keys, one per token and KV group (docs/nsa.md).
+"""Block selection by queries and keys of single tokens (docs/nsa.md): a learned selector's, or the model's own.
 
-queries [B, T, G, size]; keys [B, T, G, size], the rows of the selected branch's keys.
+queries [B, T, G, size], of own ones [B, T, H, size]; keys [B, T, G, size], the rows of the selected branch's keys.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tercet.attention import checks, reference
@@ -24,9 +26,50 @@ from tercet.attention.layout import (
 )
 
 
+class TokenScorer(NamedTuple):
+    """What scores blocks by single tokens."""
+
+    queries: Tensor
+    keys: Tensor
+    kind: str = "learned"  # or "own"
+
+
+def slow_channels(size: int, device: torch.device, planes: int = 16) -> Tensor | None:
+    """Channels of the slowest planes of RoPE's half-rotation, which need no calibration; None for all of them."""
+    half = size // 2
+    if half <= planes:
+        return None
+    slow = torch.arange(half - planes, half, device=device)
+    return torch.cat((slow, slow + half))
+
+
+def check_channels(channels: Tensor, groups: int, size: int) -> None:
+    if channels.dtype != torch.int64 or channels.dim() not in (1, 2) or channels.shape[:-1] not in ((), (groups,)):
+        found = f"{str(channels.dtype).removeprefix('torch.')} {list(channels.shape)}"
+        raise ValueError(f"score_channels is {found}: expected int64 [c] or [{groups}, c]")
+    if not channels.shape[-1]:
+        raise ValueError("score_channels names no channel: give at least one, or None for all of them")
+    if not channels.is_cuda and not 0 <= int(channels.min()) <= int(channels.max()) < size:
+        raise ValueError(f"score_channels={channels.flatten().tolist()} must be channels 0 … {size - 1} of q and k")
+
+
+def own_scorer(q: Tensor, k: Tensor, channels: Tensor | None = None) -> TokenScorer:
+    """The scorer `own`: the branch's rotated queries and keys, of some channels [c] or [G, c]; None: all."""
+    q, k = q.detach(), k.detach()
+    if channels is None:
+        return TokenScorer(q, k, "own")
+    if channels.dim() == 1:
+        return TokenScorer(q.index_select(-1, channels), k.index_select(-1, channels), "own")
+    of_heads = channels.repeat_interleave(q.shape[2] // k.shape[2], 0)
+    return TokenScorer(
+        q.gather(-1, of_heads.expand(*q.shape[:-1], -1)), k.gather(-1, channels.expand(*k.shape[:-1], -1)), "own"
+    )
+
+
 def choose_blocks(
     queries: Tensor,
     keys: Tensor,
+    scorer: str = "learned",
     *,
     config: NSAConfig,
     packing: Packing | None = None,
@@ -42,17 +85,22 @@ def choose_blocks(
         if backend == "triton":
             from tercet.attention import kernels
 
-            return kernels.select_by_tokens(queries, keys, config, kernel_layout(queries, packing, span, keys))
+            return kernels.select_by_tokens(
+                queries, keys, config, kernel_layout(queries, packing, span, keys), scorer == "own"
+            )
         if (buckets := document_buckets(packing, span)) is not None:
-            return keep_selection(buckets.run(partial(reference.select_by_tokens, config=config), queries, keys))
-        return keep_selection(reference.select_by_tokens(queries, keys, config, packing, span))
+            select = partial(reference.select_by_tokens, config=config, scorer=scorer)
+            return keep_selection(buckets.run(select, queries, keys))
+        return keep_selection(reference.select_by_tokens(queries, keys, config, packing, span, scorer))
 
 
-def check_selector(queries: Tensor, keys: Tensor, q: Tensor, k_selected: Tensor) -> None:
+def check_selector(selector: TokenScorer, q: Tensor, k_selected: Tensor) -> None:
     """A selector's queries and keys must belong to the same tokens and groups as q and k_selected."""
+    queries, keys, kind = selector
     checks.check_tensors({"selector queries": queries, "selector keys": keys})
     for name, x, tokens in (("queries", queries, q), ("keys", keys, k_selected)):
-        expected = [*tokens.shape[:2], k_selected.shape[2], queries.shape[-1]]
+        heads = tokens.shape[2] if kind == "own" else k_selected.shape[2]
+        expected = [*tokens.shape[:2], heads, queries.shape[-1]]
         if list(x.shape) != expected:
             raise ValueError(
                 f"selector {name} have shape {list(x.shape)}: expected {expected}, one vector per token and KV head"

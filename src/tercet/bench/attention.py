@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.functional import nsa_attention
+from tercet.attention.operator import nsa_attention
 from tercet.bench.timing import device_name, measure, print_profile
 from tercet.doctor.kernels import MIN_EQUAL_BLOCKS, TOLERANCE, compare, relative_error
 from tercet.errors import TercetError, UsageError

@@ -21,9 +21,8 @@ from tercet.bench.timing import device_name, print_profile
 from tercet.config.load import load
 from tercet.errors import UsageError
 from tercet.inference.decoder import CachedDecoder
-from tercet.model.block_sparse import BlockSparseAttention
+from tercet.model.attention import Attention
 from tercet.model.cache import Cache
-from tercet.model.nsa import NativeSparseAttention
 from tercet.model.transformer import Transformer
 
 _LONG = 131072
@@ -101,7 +100,7 @@ def _at(
     held = sum(cache.nbytes() for cache in decoder.cache) / room
     row |= {"first_token_s": seconds, "cache_bytes_per_token": held}
     layers = zip(model.attention_layers(), decoder.cache, strict=True)
-    sparse = next((x for x in layers if isinstance(x[0], NativeSparseAttention | BlockSparseAttention)), None)
+    sparse = next((x for x in layers if x[0].spec.sparse), None)
     if token.is_cuda and sparse is not None:
         error = step_error(*sparse)  # type: ignore[arg-type]
         row |= {"error": error, "correct": error <= ERROR_LIMIT}  # False for NaN
@@ -126,7 +125,7 @@ def _at(
 
 
 @torch.no_grad()
-def step_error(layer: NativeSparseAttention | BlockSparseAttention, cache: Cache) -> float:
+def step_error(layer: Attention, cache: Cache) -> float:
     """Relative error of one decode step on the kernels against the reference, with random values in a copy of at most
     two rows of the cache."""
     mine = copy.copy(cache)

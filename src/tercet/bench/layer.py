@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from tercet.bench.timing import device_name, milliseconds
 from tercet.errors import UsageError
-from tercet.model.dense import DenseAttention
-from tercet.model.nsa import NativeSparseAttention
+from tercet.model.layers import DenseAttention, NativeSparseAttention
 from tercet.telemetry.units import plural
 
 # Allowed ‖Δ‖/‖reference‖ of the output

@@ -128,9 +128,8 @@ def compare(
     """
     import torch
 
-    from tercet.attention.block_sparse import block_sparse_attention
     from tercet.attention.dispatch import why_not_triton
-    from tercet.attention.functional import nsa_attention
+    from tercet.attention.operator import block_sparse_attention, nsa_attention
 
     cfg: NSAConfig = model.nsa
     T = length or check_length(cfg, "float32", packed=packed)

@@ -16,8 +16,6 @@ from tercet.attention.config import NSAConfig
 from tercet.attention.layout import Packing
 from tercet.data.tokenizers import Tokenizer
 from tercet.errors import UsageError
-from tercet.model.block_sparse import BlockSparseAttention
-from tercet.model.nsa import NativeSparseAttention
 from tercet.model.transformer import Transformer
 
 
@@ -65,12 +63,7 @@ def record_selections(
 
     progress: called with the number of tokens after each layer.
     """
-    layers = [
-        (i, layer)
-        for i, layer in enumerate(model.attention_layers())
-        if isinstance(layer, BlockSparseAttention)
-        or (isinstance(layer, NativeSparseAttention) and "selected" in layer.branches)
-    ]
+    layers = [(i, layer) for i, layer in enumerate(model.attention_layers()) if layer.spec.selects]
     if not layers:
         raise UsageError(
             "no layer of this model selects blocks: selection maps need NSA layers with the selected branch"

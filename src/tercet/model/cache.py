@@ -1,4 +1,9 @@
-"""KV caches: lengths, capacity and stores of tokens, and the cache of a dense layer. Axes: [B, slot, G, D].
+"""The KV cache of an attention layer: lengths, capacity and stores of tokens. Axes: [B, slot, G, D].
+
+What the layer's spec reads is stored, per row: keys and values of all tokens, for the selected and the dense branch; a
+ring of the last w tokens, for the window (with shared_kv, the window is the end of all tokens); all compressed tokens,
+and a ring of the last l raw tokens, from which the next compressed token is computed when its last raw token arrives;
+means of blocks of keys, where they choose the blocks; and a learned selector's key per token, rotated at its position.
 
 Rows may differ in length. Every store has one extra slot at the end, to which writes of padding are redirected.
 
@@ -17,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tercet.attention.config import check_sizes
+from tercet.attention.config import MOST_DECODED_BLOCKS, check_sizes
+from tercet.attention.spec import AttentionSpec
 from tercet.model.rope import Rotary
 
 _GROWTH = 1.5
@@ -68,9 +74,9 @@ class HostLengths:
 
 
 class Cache:
-    """Base class of the caches: lengths, capacity and checks.
+    """The cache of one attention layer, created by `layer.make_cache`.
 
-    key: the settings of the layer that the cache belongs to (`AttentionLayer.cache_key`)
+    key: the settings of the layer (`Attention.cache_key`)
     """
 
     def __init__(
@@ -78,6 +84,13 @@ class Cache:
     ) -> None:
         check_sizes(batch=batch, max_len=1 if max_len is None else max_len)
         self.key, self.batch, self.max_len, self.device, self.dtype = key, batch, max_len, device, dtype
+        spec: AttentionSpec = key["spec"]
+        self.spec, self.config = spec, spec.blocks
+        self.keeps_tokens = spec.selects or spec.dense
+        self.keeps_window = "window" in spec.branches and not (spec.shared_kv and self.keeps_tokens)
+        self.keeps_selector = "selector_dim" in key and spec.selects
+        self.block_indices: Tensor | None = None
+        """int32 [B, G, n]: blocks selected by the last step on the decode kernels."""
         self._stores: dict[str, Tensor] = {}
         self.capacity = 0
         """Tokens per row that the stores have room for."""
@@ -91,6 +104,11 @@ class Cache:
         self._fused_weights: dict[tuple[Any, ...], tuple[Tensor, Tensor | None]] = {}
         if max_len is not None:
             self._reserve(max_len)
+        for kind, size in (("k", key["head_dim"]), ("v", key["value_dim"])):
+            if spec.compresses:
+                self._stores[f"{kind}_tail"] = self._allocate(None, key["kv_heads"], size, self.config.compress_block)
+            if self.keeps_window:
+                self._stores[f"{kind}_window"] = self._allocate(None, key["kv_heads"], size, self.config.window)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles do not copy the layers' weights."""
@@ -289,7 +307,10 @@ class Cache:
 
     def _count_emitted(self, before: list[int], after: list[int]) -> int:
         """Most compressed tokens that any row completes as it grows from `before` to `after` tokens."""
-        return 0
+        if not (self.spec.compresses or self.spec.pools):
+            return 0
+        count = self.config.num_compressed
+        return max(count(b) - count(a) for a, b in zip(before, after, strict=True))
 
     # ------------------------------------------------------------ capacity and stores
 
@@ -306,11 +327,12 @@ class Cache:
             return self.capacity
         if self.max_len is not None:
             return self.max_len
-        return max(tokens, self._limit_growth(tokens, int(self.capacity * _GROWTH)))
-
-    def _limit_growth(self, tokens: int, capacity: int) -> int:
-        """The capacity to grow to when `tokens` are needed and `capacity` is proposed."""
-        return capacity
+        capacity = int(self.capacity * _GROWTH)
+        # spare capacity must not push a row that still fits past the limit of the decode kernels
+        most = MOST_DECODED_BLOCKS * self.config.select_block
+        if self.keeps_blocks and tokens <= most:
+            capacity = min(capacity, most)
+        return max(tokens, capacity)
 
     def _reserve(self, tokens: int) -> None:
         if tokens <= self.capacity:
@@ -321,7 +343,15 @@ class Cache:
 
     def _store_shapes(self, tokens: int) -> dict[str, tuple[int, int, int]]:
         """Stores that grow with the rows: name -> (KV heads, size, slots)."""
-        raise NotImplementedError
+        shapes, groups, compressed = {}, self.key["kv_heads"], self.config.num_compressed(tokens)
+        for kind, size in (("k", self.key["head_dim"]), ("v", self.key["value_dim"])):
+            if self.keeps_tokens:
+                shapes[f"{kind}_selected"] = groups, size, tokens
+            if self.spec.compresses or (self.spec.pools and kind == "k"):
+                shapes[f"{kind}_compressed"] = groups, size, compressed
+        if self.keeps_selector:
+            shapes["selector"] = groups, self.key["selector_dim"], tokens
+        return shapes
 
     def _allocate(self, store: Tensor | None, groups: int, size: int, slots: int) -> Tensor:
         """A store of `slots` slots and the extra one, with the contents of the old store."""
@@ -346,24 +376,150 @@ class Cache:
         row = torch.arange(self.batch, device=self.device)[:, None]
         store[row, slot] = value.to(store.dtype)
 
-    def _pair(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of a store; None if it is not kept."""
-        return (self._stores[f"k_{name}"], self._stores[f"v_{name}"]) if f"k_{name}" in self._stores else None
+    # ------------------------------------------------------------ what the layer stores and reads
 
+    def append(
+        self, new: NewTokens, raw_k: Tensor | None, keys: dict[str, Tensor], values: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Store the new tokens. Returns (index [B, E], keys, values [B, E, l, G, D]) of the compressed tokens that are
+        now complete, E for the row that completes most; None if there are none, and in a first prefill. Keys are raw,
+        or, where blocks are chosen by their means, those that are read, without values."""
+        self.block_indices = None
+        if "window" in self.spec.branches and not new.fresh:
+            new.window_k = self._window_context("k", keys["window"], new)
+            new.window_v = self._window_context("v", values["window"], new)
+        if self.keeps_tokens:
+            self._append("k_selected", keys["selected"], new)
+            self._append("v_selected", values["selected"], new)
+        if self.keeps_window:
+            self._append_ring("k_window", keys["window"], new)
+            self._append_ring("v_window", values["window"], new)
+        # a first prefill compresses its whole sequence at once
+        complete = new.emitted > 0 and not new.fresh
+        if self.spec.pools and complete:
+            # rows that complete fewer read clamped tokens, and their result goes to the extra slot
+            token = (self.completed(new) * self.config.compress_stride)[..., None] + self._block_places()
+            return self.completed(new), self._rows("k_selected", token.clamp(max=self.capacity - 1)), None
+        if not self.spec.compresses:
+            return None
+        assert raw_k is not None
+        k = self._append_tail("k_tail", raw_k, new, complete)
+        v = self._append_tail("v_tail", values["compressed"], new, complete)
+        return None if k is None else (self.completed(new), k, v)
 
-class DenseCache(Cache):
-    """The cache of one DenseAttention layer: keys and values of all tokens."""
+    def _block_places(self) -> Tensor:
+        return torch.arange(self.config.compress_block, device=self.device)
 
-    def _store_shapes(self, tokens: int) -> dict[str, tuple[int, int, int]]:
-        groups = self.key["kv_heads"]
-        return {"k": (groups, self.key["head_dim"], tokens), "v": (groups, self.key["value_dim"], tokens)}
+    def _rows(self, name: str, slot: Tensor) -> Tensor:
+        """Slots [B, ...] of a store."""
+        row = torch.arange(self.batch, device=self.device).view(-1, *(1,) * (slot.dim() - 1))
+        return self._stores[name][row, slot]
 
-    def append(self, new: NewTokens, k: Tensor, v: Tensor) -> None:
-        self._append("k", k, new)
-        self._append("v", v, new)
+    def completed(self, new: NewTokens) -> Tensor:
+        """Indices [B, E] of the compressed tokens that these new tokens complete. Rows that complete fewer count on."""
+        return self._num_compressed(new.start)[:, None] + torch.arange(new.emitted, device=self.device)
+
+    def _append_tail(self, name: str, value: Tensor, new: NewTokens, complete: bool) -> Tensor | None:
+        """Write new tokens to a ring of raw tokens. Returns the l tokens of each compressed token they complete."""
+        l, d = self.config.compress_block, self.config.compress_stride
+        history = self._with_history(name, l, new, value) if complete else value
+        self._append_ring(name, value, new)
+        if not complete:
+            return None
+        first = self.completed(new) * d - (new.start[:, None] - (l - 1))
+        # rows that complete fewer read clamped tokens, and their result goes to the extra slot
+        token = (first[..., None] + self._block_places()).clamp(0, history.shape[1] - 1)
+        row = torch.arange(self.batch, device=self.device)[:, None, None]
+        return history[row, token].to(value.dtype)
+
+    def append_selector(self, new: NewTokens, keys: Tensor) -> None:
+        """Store a learned selector's keys of the new tokens, rotated at their positions: [B, C, G, size]."""
+        self._append("selector", keys, new)
+
+    def append_compressed(self, new: NewTokens, **values: Tensor | None) -> None:
+        """Store the compressed tokens that these new tokens completed, by store: [B, E, G, D] each."""
+        for name, value in values.items():
+            if value is None:
+                continue
+            store = self._stores[name]
+            if new.first is not None:
+                first = self.config.num_compressed(new.first)
+                store[:, first : first + value.shape[1]] = value
+                continue
+            index = self.completed(new)
+            complete = index < self._num_compressed(new.start + new.counts)[:, None]
+            self._scatter(store, torch.where(complete, index, store.shape[1] - 1), value)
+
+    def compressed(self, new: NewTokens) -> tuple[Tensor, Tensor | None]:
+        """Compressed keys and values that any of the new tokens can see; no values where keys are means."""
+        count = self.config.num_compressed(new.longest)
+        k, v = self._stores["k_compressed"], self._stores.get("v_compressed")
+        return k[:, :count], None if v is None else v[:, :count]
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether blocks are scored, for which the decode kernels hold scratch."""
+        return self.spec.compresses or self.spec.selects
+
+    def selector_frequencies(self) -> Tensor | None:
+        """fp64 [rotated/2]: as `rope_frequencies`, of a learned selector's rotated channels; None if it has none."""
+        if self._selector_frequencies is None and self.key.get("selector_rotary"):
+            rotary = self._rotary(self.key["selector_rotary"])
+            self._selector_frequencies = rotary.frequencies(self.device) / (2 * math.pi)
+        return self._selector_frequencies
+
+    def selector_keys(self, new: NewTokens) -> Tensor:
+        """The selector's rotated keys of all tokens that any of the new tokens can see: [B, S, G, size]."""
+        return self._stores["selector"][:, : new.longest]
 
     def all(self, new: NewTokens) -> tuple[Tensor, Tensor]:
-        return self._stores["k"][:, : new.longest], self._stores["v"][:, : new.longest]
+        """Keys and values of all tokens that any of the new ones can see."""
+        return self._stores["k_selected"][:, : new.longest], self._stores["v_selected"][:, : new.longest]
 
-    def stores(self) -> tuple[Tensor, Tensor]:
-        return self._stores["k"], self._stores["v"]
+    def selected(self) -> tuple[Tensor, Tensor]:
+        return self._stores["k_selected"], self._stores["v_selected"]
+
+    def stores(self) -> dict[str, Any]:
+        """For the decode kernels: (keys, values) of every kind and a selector's keys; None for what is not kept."""
+        names = {"selected": "selected", "window": "window", "compressed": "compressed", "raw": "tail"}
+        pairs: dict[str, Any] = {kind: self._pair(name) for kind, name in names.items()}
+        return {**pairs, "selector": self._stores.get("selector")}
+
+    def _pair(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of a store; None if it is not kept. Of means of keys no values are read."""
+        k = self._stores.get(f"k_{name}")
+        return None if k is None else (k, self._stores.get(f"v_{name}", k))
+
+    def _num_compressed(self, length: Tensor) -> Tensor:
+        """config.num_compressed of each row's length."""
+        l, d = self.config.compress_block, self.config.compress_stride
+        return ((length - l).div(d, rounding_mode="floor") + 1).clamp(min=0)
+
+    def _window_context(self, kind: str, value: Tensor, new: NewTokens) -> Tensor:
+        """The last w-1 tokens before the new ones, in order, followed by the new ones."""
+        if self.keeps_window:
+            return self._with_history(f"{kind}_window", self.config.window, new, value)
+        past = new.start[:, None] + torch.arange(1 - self.config.window, 0, device=self.device)
+        held = self._rows(f"{kind}_selected", past.clamp(min=0))
+        return torch.cat((held, value.to(held.dtype)), dim=1)
+
+    def _with_history(self, name: str, size: int, new: NewTokens, value: Tensor) -> Tensor:
+        """The last size-1 tokens of a ring, in order, followed by the new ones."""
+        past = (new.start[:, None] + torch.arange(1 - size, 0, device=self.device)) % size
+        held = self._rows(name, past)
+        return torch.cat((held, value.to(held.dtype)), dim=1)
+
+    def _append_ring(self, name: str, value: Tensor, new: NewTokens) -> None:
+        """Write token t to slot t mod size; of the new tokens, only the newest `size` are kept."""
+        ring = self._stores[name]
+        size = ring.shape[1] - 1
+        if new.first is not None:
+            value = value[:, -size:]
+            slot = (new.longest - value.shape[1]) % size
+            before_wrap = value[:, : size - slot]
+            ring[:, slot : slot + before_wrap.shape[1]] = before_wrap
+            if before_wrap.shape[1] < value.shape[1]:
+                ring[:, : value.shape[1] - before_wrap.shape[1]] = value[:, size - slot :]
+            return
+        newest = new.real & (new.positions >= (new.start + new.counts)[:, None] - size)
+        self._scatter(ring, torch.where(newest, new.positions % size, size), value)

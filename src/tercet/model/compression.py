@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from tercet.attention.config import NSAConfig
 from tercet.attention.layout import Packing, move_rows
 from tercet.attention.stages import compression_blocks
-from tercet.model.layer import are_plain
+from tercet.attention.tiling import compute_dtype
+from tercet.model.linear import are_plain
 
 KINDS = ("mlp", "mean")
 
@@ -116,6 +117,11 @@ def compress_keys_and_values(
         rows = move_rows(both[:, 0].transpose(0, 1), packing.chunks_to_compressed)
         both = rows.transpose(0, 1)[:, None]
     return both[0], both[1]
+
+
+def mean_keys(blocks: Tensor) -> Tensor:
+    """`pool_keys` of given blocks: [B, E, l, G, D] -> [B, E, G, D]"""
+    return blocks.to(compute_dtype(blocks)).mean(2).to(blocks.dtype)
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ from tercet.attention.config import (
     check_sizes,
     reads_compressed,
 )
+from tercet.attention.spec import DENSE, AttentionSpec, block_sparse, window
 
 AttentionKind = Literal["nsa", "dense", "window"]
 Branch = Literal["compressed", "selected", "window"]
@@ -167,9 +168,10 @@ class ModelConfig(BaseModel):
     compress_selected_keys: bool = False
     """Compress the selected branch's keys instead of separate ones, so that blocks are selected by the keys that
     will be read; values stay separate."""
-    selector: Literal["compressed", "learned", "random"] = "compressed"
-    """What chooses the blocks. compressed: the compressed branch, as in the paper. learned: separate small projections
-    that learn to choose. random: a random choice, fixed by position and layer, as a control."""
+    selector: Literal["compressed", "own", "learned"] = "compressed"
+    """What chooses the blocks. compressed: the compressed branch, as in the paper, or means of keys with gate = none.
+    own: the queries and keys of the branch itself, without parameters. learned: separate small projections that learn
+    to choose."""
     selector_dim: int = Field(default=32, ge=1, le=256)
     """Channels of a learned selector's queries and keys, per KV head."""
     selector_rotary: int | None = Field(default=None, ge=0)
@@ -250,8 +252,6 @@ class ModelConfig(BaseModel):
             if self.dense_below:
                 raise ValueError(f"dense_below={self.dense_below} needs gate=none: only block-sparse attention has it")
             return
-        if self.selector == "random":
-            raise ValueError("selector=random needs gate=sigmoid or softmax: block-sparse attention does not have it")
         for name, value in BLOCK_SPARSE.items():
             if getattr(self, name) != value:
                 shown, given = (
@@ -283,6 +283,19 @@ class ModelConfig(BaseModel):
         branches = f", {'branch' if len(self.branches) == 1 else 'branches'} {' and '.join(self.branches)}"
         selector = "" if self.selector == "compressed" else f", {self.selector} selector"
         return branches * left_out + selector
+
+    def spec(self, kind: AttentionKind) -> AttentionSpec:
+        """The form of attention of layers of this kind."""
+        if kind == "dense":
+            return DENSE
+        if kind == "window":
+            return window(self.nsa)
+        if self.gate == "none":
+            return block_sparse(self.nsa, self.selector, self.dense_below)
+        return AttentionSpec(
+            self.nsa, self.branches, self.gate, self.selector, self.compression, self.shared_kv,
+            self.compress_selected_keys,
+        )  # fmt: skip
 
     @property
     def unused_keys(self) -> dict[str, tuple[str, ...]]:

@@ -5,29 +5,32 @@ falls back to PyTorch here. Every path reads only the keys that a query may see,
 min(w, t+1) per group, and the cache reports how many were read. The keys of a learned selector, one small vector per
 token, are not counted.
 
+layer: an Attention (attention.py, which imports this module).
 Axes: q [B, C, H, Dk]; keys [B, S, G, Dk]; probabilities [B, G, C, h, S].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from tercet.attention.config import NSAConfig
+from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.attention.dispatch import REQUESTED, cannot_run, without_autocast
-from tercet.attention.functional import NSAInputs, run_nsa, run_window
-from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting, kernels_run_on
+from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting
 from tercet.attention.layout import Span
+from tercet.attention.operator import Attended, AttentionInputs, attend
 from tercet.attention.reference import block_importance, combine, select, select_at
+from tercet.attention.selector import TokenScorer
+from tercet.attention.spec import AttentionSpec
 from tercet.attention.tiling import compute_dtype
-from tercet.model.cache import Cache, DenseCache, HostLengths, NewTokens
+from tercet.model.cache import Cache, HostLengths, NewTokens
 from tercet.model.compression import Compression
-from tercet.model.layer import AttentionLayer, are_plain
-from tercet.model.nsa_cache import NSACache
+from tercet.model.linear import project
 
 if TYPE_CHECKING:  # needs Triton
     from tercet.attention.kernels.decode import CompressionWeights, Heads, Held, Norms
@@ -35,32 +38,25 @@ if TYPE_CHECKING:  # needs Triton
 # Elements gathered or scored at once: bounds the memory of a long chunk.
 _CHUNK_NUMBERS = 1 << 24
 
-# Copies of a layer's weights that a cache may keep, so that its projections of a token are one product.
-_FUSED_BYTES = 8 << 20
-
 
 # ------------------------------------------------------------ on the kernels
 
 
-def why_not_kernels(layer: AttentionLayer, x: Tensor, cache: NSACache, lengths: Tensor | None) -> str | None:
+def why_not_kernels(layer: Any, x: Tensor, cache: Cache, lengths: Tensor | None) -> str | None:
     """Why the kernels cannot run the tokens x after the cache; None if they can. Raises if backend="triton" was asked
     for, unless the cache is empty: the whole-sequence operator then decides."""
-    if cache.is_empty and x.shape[1] > 1:
+    one = x.shape[1] == 1
+    if not one and (layer.spec.dense or cache.is_empty):
         return None  # without further checks, for which a prompt would wait
     if layer.backend == "reference":
         return REQUESTED
-    if layer.chooses_randomly():
-        reason: str | None = "the kernels do not support model.selector=random with a cache"
-    elif x.shape[1] == 1:
-        reason = why_not_token_kernels(layer, cache)
-    else:
-        reason = why_not_chunk_kernels(layer, x, cache, lengths)
+    reason = why_not_token_kernels(layer, cache) if one else why_not_chunk_kernels(layer, x, cache, lengths)
     if reason is not None and layer.backend == "triton" and any(cache.host_lengths.tokens):
         raise cannot_run(reason)
     return reason
 
 
-def why_not_token_kernels(layer: AttentionLayer, cache: Cache) -> str | None:
+def why_not_token_kernels(layer: Any, cache: Cache) -> str | None:
     """Why the decode kernels cannot run one token per row; None if they can."""
     if not TRITON_INSTALLED:
         return NO_TRITON
@@ -68,21 +64,24 @@ def why_not_token_kernels(layer: AttentionLayer, cache: Cache) -> str | None:
         return f"the cache is on {cache.device} and the kernels need a CUDA device"
     if not layer.phi_is_plain():
         return "the linear layers of φ have hooks or adapters, and the kernels only read weights"
+    if layer.spec.selects and layer.spec.scorer == "own":
+        return "the decode kernels do not choose blocks by own queries and keys"
     from tercet.attention.kernels import decode
 
-    reason = decode.unsupported(cache.device, cache.dtype, kernel_heads(layer), layer.config)
-    if reason is None and layer.config is not None and isinstance(cache, NSACache) and cache.keeps_blocks:
+    config = None if layer.spec.dense else layer.config
+    reason = decode.unsupported(cache.device, cache.dtype, kernel_heads(layer), config)
+    if reason is None and cache.keeps_blocks:
         # the kernels' scratch covers the whole capacity: check the capacity that this step would allocate
         reason = decode.too_long(cache.capacity_for(max(cache.host_lengths.tokens) + 1), layer.config)
     return reason
 
 
-def why_not_chunk_kernels(layer: AttentionLayer, x: Tensor, cache: NSACache, lengths: Tensor | None) -> str | None:
+def why_not_chunk_kernels(layer: Any, x: Tensor, cache: Cache, lengths: Tensor | None) -> str | None:
     """Why the whole-sequence kernels cannot run several new tokens per row; None if they can."""
     cache.check(layer.cache_key(), x)
     if not TRITON_INSTALLED:
         return NO_TRITON
-    if layer.kind == "nsa" and not cache.keeps_tokens and not cache.compresses:
+    if layer.gate is not None and not cache.keeps_tokens and not layer.spec.compresses:
         return "only the window is cached, and the kernels also need the keys of the selected branch"
     if x.device.type != "cuda" and not interpreting():
         return f"x is on {x.device} and the kernels need a CUDA device"
@@ -107,37 +106,23 @@ def why_not_chunk_kernels(layer: AttentionLayer, x: Tensor, cache: NSACache, len
     return None
 
 
-def nsa_chunk(
-    q: Tensor, gates: Tensor, keys: dict[str, Tensor], values: dict[str, Tensor], cache: NSACache, new: NewTokens,
-    config: NSAConfig, branches: tuple[str, ...], selector: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, tuple[str, str | None]]:  # fmt: skip
-    """A chunk that starts at the same position in every row: a query range of the sequences now in the cache."""
-    start, first_window_key = new.longest - q.shape[1], 0
-    pairs = {name: (keys[name], values[name]) for name in ("selected", "window")}
+def attend_chunk(inputs: AttentionInputs, cache: Cache, new: NewTokens, scorer: TokenScorer | None) -> Attended:
+    """A chunk that starts at the same position in every row, on the kernels: a query range of the sequences now in the
+    cache. inputs: those of the new tokens."""
+    start, first_window_key = new.longest - inputs.q.shape[1], 0
     if cache.keeps_tokens:
-        k, v = cache.selected()
-        pairs["selected"] = k[:, : new.longest], v[:, : new.longest]
+        k, v = cache.all(new)
+        inputs = inputs._replace(k_selected=k, v_selected=v)
     if new.window_k is not None:
-        k, v, first_window_key = _window_keys(new, config)
-        pairs["window"] = k, v
-    compressed: tuple[Tensor | None, Tensor | None] = (None, None)
-    if cache.compresses:
-        compressed = cache.compressed(new) or (keys["selected"][:, :0], values["selected"][:, :0])
-    out, _, route = run_nsa(
-        NSAInputs(q, *compressed, *pairs["selected"], *pairs["window"], gates), config=config, backend="triton",
-        branches=branches, span=Span(start, 0 if cache.keeps_tokens else start, first_window_key), selector=selector,
-    )  # fmt: skip
-    cache.reads = None
-    return out, route
-
-
-def window_chunk(
-    q: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig
-) -> tuple[Tensor, tuple[str, str | None]]:
-    """A chunk that starts at the same position in every row, in a layer with window attention only."""
-    k, v, first = _window_keys(new, config)
-    cache.reads = None
-    return run_window(q, k, v, config=config, backend="triton", span=Span(new.longest - q.shape[1], first))
+        k, v, first_window_key = _window_keys(new, cache.config)
+        inputs = inputs._replace(k_window=k, v_window=v)
+    if cache.spec.compresses or cache.spec.pools:
+        k, values = cache.compressed(new)
+        inputs = inputs._replace(k_compressed=k, v_compressed=values)
+    span = Span(start, 0 if cache.keeps_tokens else start, first_window_key)
+    # queries that read everything were separated by the caller
+    spec = replace(cache.spec, dense_below=0)
+    return attend(inputs, spec, backend="triton", span=span, scorer=scorer)
 
 
 def _window_keys(new: NewTokens, config: NSAConfig) -> tuple[Tensor, Tensor, int]:
@@ -151,12 +136,12 @@ def _window_keys(new: NewTokens, config: NSAConfig) -> tuple[Tensor, Tensor, int
     return new.window_k[:, empty:], new.window_v[:, empty:], first
 
 
-def run_token(layer: AttentionLayer, x: Tensor, cache: Any, lengths: Tensor | None) -> Tensor:
+def run_token(layer: Any, x: Tensor, cache: Cache, lengths: Tensor | None) -> Tensor:
     """One token per row on the decode kernels."""
     layer._route = ("triton", None)
     counts = cache.begin_token(layer.cache_key(), x, lengths)
     try:
-        out, read = layer.decode_token(x, cache, counts)
+        out, read = _decode_token(layer, x, cache, counts)
     except BaseException:
         # The host has already counted this token; the device counts it in the last launch. If that may not have run,
         # mark the host's lengths as upper bounds.
@@ -166,55 +151,64 @@ def run_token(layer: AttentionLayer, x: Tensor, cache: Any, lengths: Tensor | No
     return layer.o_proj(out)
 
 
-def project_together(x: Tensor, cache: Cache, *layers: nn.Linear) -> Tensor | None:
-    """Outputs of small linear layers that read the same tokens, side by side, followed by padding: one product, since
-    each launch costs a small model more than its work does. None if they are large, not plain, or not on a GPU."""
-    if not kernels_run_on(x) or not are_plain(*layers):  # an adapter may have no weight
-        return None
-    if sum(layer.weight.numel() * layer.weight.element_size() for layer in layers) > _FUSED_BYTES:
-        return None
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else layers[0].weight.dtype
-    return F.linear(x, *cache.fused_weights(layers, dtype))
+def _decode_token(layer: Any, x: Tensor, cache: Cache, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out [B, 1, H·Dv], keys read) of one token per row; the kernels advance the cache. counts: int32 [B], 0 for rows
+    without a token."""
+    from tercet.attention.kernels import decode as kernels
+
+    spec = layer.spec
+    q, kv, *more = project(x, cache, *layer.projections(cache))
+    norms = kernel_norms(layer, q.dtype)
+    if spec.dense:
+        return kernels.dense_step(q, kv, kernel_cache(cache), counts, kernel_heads(layer), norms=norms)
+    gates = None if layer.gate is None else more.pop(0)
+    out, read, cache.block_indices = kernels.nsa_step(
+        q, kv, gates, kernel_cache(cache), counts, layer.config, kernel_heads(layer), branches=spec.branches,
+        shared=spec.gate is None or spec.shared_kv, softmax_gate=spec.gate == "softmax", norms=norms,
+        phi=None if layer.gate is None else (phi_weights(layer.compress_k), phi_weights(layer.compress_v)),
+        absent=_absent(layer), selector=(more[0], more[1]) if more else None,
+        dense_below=spec.dense_below if spec.dense_below > layer.config.selected_tokens else 0,
+    )  # fmt: skip
+    return out, read
 
 
-def project(x: Tensor, cache: Cache, *layers: nn.Linear) -> tuple[Tensor, ...]:
-    """Outputs of linear layers that read the same tokens."""
-    y = project_together(x, cache, *layers)
-    return tuple(layer(x) for layer in layers) if y is None else split_outputs(y, layers)
+def _absent(layer: Any) -> int:
+    """Numbers per token by which kv_proj's output is shorter than three sets of keys and values."""
+    if layer.gate is None or layer.spec.shared_kv:
+        return 0
+    return len(BRANCHES) * layer.kv_heads * (layer.head_dim + layer.value_dim) - sum(layer.kv_rows)
 
 
-def split_outputs(y: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """The outputs of layers from those of `project_together`."""
-    sizes = [layer.out_features for layer in layers]
-    return y.split([*sizes, y.shape[-1] - sum(sizes)], -1)[:-1]
-
-
-def kernel_cache(cache: NSACache) -> Held:
+def kernel_cache(cache: Cache) -> Held:
     """The tensors of a cache, with the counters that a selection of blocks needs."""
     from tercet.attention.kernels.decode import Held, arrivals
 
+    arrived = None
+    if cache.keeps_blocks:
+        arrived = cache.arrival_counters(arrivals(cache.batch, cache.key["kv_heads"]))
     return Held(
-        cache.lengths, cache.rope_frequencies(), cache.capacity, **cache.stores(),
-        arrived=cache.arrival_counters(arrivals(cache.batch, cache.key["kv_heads"])),
+        cache.lengths, cache.rope_frequencies(), cache.capacity, **cache.stores(), arrived=arrived,
         selector_frequencies=cache.selector_frequencies(),
     )  # fmt: skip
 
 
-def kernel_heads(layer: AttentionLayer) -> Heads:
+def kernel_heads(layer: Any) -> Heads:
     from tercet.attention.kernels.decode import Heads
 
-    return Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim, layer.selector_size())
+    size = 0 if layer.selector is None else layer.selector.size
+    return Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim, size)
 
 
-def kernel_norms(q: nn.RMSNorm | None, keys: Iterable[nn.RMSNorm] | None, dtype: torch.dtype) -> Norms | None:
-    if q is None or keys is None:
+def kernel_norms(layer: Any, dtype: torch.dtype) -> Norms | None:
+    if layer.q_norm is None:
         return None
     from tercet.attention.kernels.decode import Norms
 
+    norms = layer.key_norms if layer.gate is None else layer.per_branch(tuple(layer.key_norms))
     # without an eps, nn.RMSNorm uses that of the dtype it computes in: float32 for half precision
-    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps if q.eps is None else q.eps
-    return Norms(q.weight, tuple(norm.weight for norm in keys), eps)  # type: ignore[misc]
+    eps = layer.q_norm.eps
+    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps if eps is None else eps
+    return Norms(layer.q_norm.weight, tuple(norm.weight for norm in norms), eps)
 
 
 def phi_weights(compression: Compression) -> CompressionWeights:
@@ -226,78 +220,88 @@ def phi_weights(compression: Compression) -> CompressionWeights:
     return CompressionWeights(compression.position, up.weight, up.bias, down.weight, down.bias)
 
 
-# ------------------------------------------------------------ in PyTorch: NSA
+# ------------------------------------------------------------ in PyTorch
 
 
-def cached_nsa_attention(
-    q: Tensor, gates: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig, branches: tuple[str, ...],
-    selector: tuple[Tensor, Tensor] | None = None, given: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Attention of the new tokens' queries to a cache. Blocks are those given, block_indices [B, C, G, n]; else chosen
-    by the selector, a pair of queries and keys; else by the compressed branch."""
-    heads, groups = q.shape[2], cache.key["kv_heads"]
-    per_query = max(
-        groups * config.selected_tokens * (q.shape[3] + cache.key["value_dim"]),
-        heads * (config.num_compressed(new.longest) + config.window),
-        0 if selector is None else groups * new.longest,
-    )
-    select_by_compressed = "selected" in branches and selector is None and given is None
+class CachedKeys(NamedTuple):
+    """Keys and values of rows that may differ in length."""
 
-    def attend(rows: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        t = new.positions[:, part]
-        results: dict[str, tuple[Tensor, Tensor]] = {}
-        counts: list[Tensor] = []
-        if "compressed" in branches or select_by_compressed:
-            compressed, read, block_indices = _compressed(rows, t, cache, new, config)
+    selected: tuple[Tensor, Tensor] | None = None
+    compressed: tuple[Tensor, Tensor | None] | None = None  # no values where keys are means
+    window: tuple[Tensor, Tensor] | None = None  # of the w-1 tokens before the new ones, and theirs
+
+
+def cached_keys(cache: Cache, new: NewTokens) -> CachedKeys:
+    compressed = cache.compressed(new) if cache.spec.compresses or cache.spec.pools else None
+    window = None
+    if new.window_k is not None and new.window_v is not None:
+        window = new.window_k, new.window_v
+    return CachedKeys(cache.all(new) if cache.keeps_tokens else None, compressed, window)
+
+
+def attend_tokens(
+    q: Tensor, gates: Tensor | None, keys: CachedKeys, t: Tensor, longest: int, spec: AttentionSpec,
+    scorer: TokenScorer | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Queries at positions t [B, C] of their rows of keys. Returns their output [B, C, H, Dv], and how many keys they
+    read [B, C, G]. longest: tokens of the longest row."""
+    config, heads, branches = spec.blocks, q.shape[2], spec.branches
+    pairs = [pair for pair in keys if pair is not None]
+    groups, blocks = pairs[0][0].shape[2], config.num_blocks(longest)
+    by_compressed = spec.selects and scorer is None
+    per_query = [heads * (config.num_compressed(longest) + config.window)]
+    if keys.selected is not None:
+        k, v = keys.selected
+        per_query += [groups * config.selected_tokens * (k.shape[3] + v.shape[3])]
+    if scorer is not None:
+        per_query.append(scorer.queries.shape[2] * longest)
+
+    def run(rows: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        at = t[:, part]
+        outs: dict[str, Tensor] = {}
+        reads: list[Tensor] = []
+        block_indices = None
+        if keys.compressed is not None and ("compressed" in branches or by_compressed):
+            k, values = keys.compressed
+            p, visible = compressed_weights(rows, k, at, config)
+            reads.append(visible.sum(-1)[..., None].expand(-1, -1, groups))
             if "compressed" in branches:
-                results["compressed"] = compressed, read
-            else:
-                counts.append(read)  # read only to select blocks
-        if "selected" in branches:
-            if given is not None:
-                block_indices = given[:, part]
-            elif selector is not None:
-                block_indices = select_at(selector[0][:, part], selector[1], t, config)
-            results["selected"] = attend_selected(rows, t, block_indices, *cache.selected(), config)
+                assert values is not None
+                outs["compressed"] = torch.einsum("bgchs,bsgd->bcghd", p.to(rows.dtype), values.to(rows.dtype))
+            if by_compressed:
+                importance = block_importance(p.sum(3), 0, blocks, config)
+                block_indices = select(importance, at[:, None], config).transpose(1, 2)
+        if spec.selects:
+            assert keys.selected is not None
+            if scorer is not None:
+                block_indices = select_at(scorer.queries[:, part], scorer.keys, at, config, scorer.kind)
+            assert block_indices is not None
+            outs["selected"], read = _selected(rows, at, block_indices, *keys.selected, config)
+            reads.append(read)
         if "window" in branches:
-            results["window"] = _window(rows, t, part, new, config)
-        out = combine(gates[:, part], {name: out.flatten(2, 3) for name, (out, _) in results.items()})
-        return out, torch.stack([*counts, *(read for _, read in results.values())]).sum(0)
+            assert keys.window is not None
+            outs["window"], read = _window(rows, at, part, *keys.window, config)
+            reads.append(read)
+        flat = {name: out.flatten(2, 3) for name, out in outs.items()}
+        out = flat[branches[0]] if gates is None else combine(gates[:, part], flat)
+        return out, torch.stack(reads).sum(0)
 
-    out, cache.reads = in_chunks(attend, q, groups, per_query)
-    return out
-
-
-def _compressed(
-    rows: Tensor, t: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output [B, C, G, h, Dv], keys read [B, C, G] and selected blocks [B, C, G, n]."""
-    batch, width, groups, h, _ = rows.shape
-    num_blocks = config.num_blocks(new.longest)
-    held = cache.compressed(new)
-    if held is None:
-        out = rows.new_zeros(batch, width, groups, h, cache.key["value_dim"])
-        read = torch.zeros(batch, width, groups, dtype=torch.int64, device=rows.device)
-        importance = rows.new_zeros(batch, groups, width, num_blocks)
-    else:
-        k, v = held
-        p, visible = compressed_weights(rows, k, t, config)
-        out = torch.einsum("bgchs,bsgd->bcghd", p.to(rows.dtype), v.to(rows.dtype))
-        read = visible.sum(-1)[..., None].expand(-1, -1, groups)
-        importance = block_importance(p.sum(3), 0, num_blocks, config)
-    return out, read, select(importance, t[:, None], config).transpose(1, 2)
+    return in_chunks(run, q, groups, max(per_query))
 
 
 def compressed_weights(rows: Tensor, k: Tensor, t: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """Weights, fp64 [B, G, C, h, S] as in `tiled_attention`, of scaled queries [B, C, G, h, D] at positions t [B, C] for
-    compressed keys k, and which keys they see [B, C, S]."""
+    """Weights, fp64 [B, G, C, h, S] as in `tiled_attention`, of scaled queries [B, C, G, h, D] at positions t [B, C]
+    for compressed keys k, and which keys they see [B, C, S]."""
     i = torch.arange(k.shape[1], device=rows.device)
+    if not k.shape[1]:
+        p = rows.new_zeros(rows.shape[0], rows.shape[2], rows.shape[1], rows.shape[3], 0, dtype=torch.float64)
+        return p, torch.zeros(*t.shape, 0, dtype=torch.bool, device=rows.device)
     visible = i * config.compress_stride + config.compress_block <= t[..., None] + 1
     s = torch.einsum("bcghd,bsgd->bgchs", rows, k.to(rows.dtype))
     return softmax(s.double(), visible[:, None, :, None]), visible
 
 
-def attend_selected(
+def _selected(
     rows: Tensor, t: Tensor, block_indices: Tensor, k: Tensor, v: Tensor, config: NSAConfig
 ) -> tuple[Tensor, Tensor]:
     """Output [B, C, G, h, Dv] of queries at positions t [B, C], and keys read [B, C, G]."""
@@ -312,12 +316,10 @@ def attend_selected(
     return torch.einsum("bcghs,bcgsd->bcghd", p, v[row, token, group].to(rows.dtype)), visible.sum(-1)
 
 
-def _window(rows: Tensor, t: Tensor, part: slice, new: NewTokens, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    assert new.window_k is not None
-    assert new.window_v is not None
+def _window(rows: Tensor, t: Tensor, part: slice, k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
     # new token c sees entries c … c+w-1 of the window context, where they exist
     keys = slice(part.start, part.stop - 1 + config.window)
-    k, v = new.window_k[:, keys].to(rows.dtype), new.window_v[:, keys].to(rows.dtype)
+    k, v = k[:, keys].to(rows.dtype), v[:, keys].to(rows.dtype)
     entry = torch.arange(k.shape[1], device=rows.device)
     back = torch.arange(rows.shape[1], device=rows.device)[:, None] + config.window - 1 - entry
     visible = (back >= 0) & (back < config.window) & (t[..., None] - back >= 0)
@@ -327,21 +329,10 @@ def _window(rows: Tensor, t: Tensor, part: slice, new: NewTokens, config: NSACon
     return out, visible.sum(-1)[..., None].expand(-1, -1, rows.shape[2])
 
 
-def cached_window_attention(q: Tensor, cache: NSACache, new: NewTokens, config: NSAConfig) -> Tensor:
-    """Window attention only."""
-
-    def attend(rows: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        out, read = _window(rows, new.positions[:, part], part, new, config)
-        return out.flatten(2, 3), read
-
-    out, cache.reads = in_chunks(attend, q, cache.key["kv_heads"], q.shape[2] * config.window)
-    return out
-
-
 # ------------------------------------------------------------ in PyTorch: dense
 
 
-def cached_dense_route(q: Tensor, cache: DenseCache, new: NewTokens) -> tuple[str, str | None]:
+def cached_dense_route(q: Tensor, cache: Cache, new: NewTokens) -> tuple[str, str | None]:
     """What `cached_dense_attention` runs: (name, why not PyTorch's SDPA kernel)."""
     if not q.is_cuda:
         return "reference", f"SDPA for new tokens needs a CUDA device: they are on {q.device.type}"
@@ -355,7 +346,7 @@ def cached_dense_route(q: Tensor, cache: DenseCache, new: NewTokens) -> tuple[st
     return "sdpa", None
 
 
-def cached_dense_attention(q: Tensor, cache: DenseCache, new: NewTokens) -> Tensor:
+def cached_dense_attention(q: Tensor, cache: Cache, new: NewTokens) -> Tensor:
     width, heads = q.shape[1:3]
     k, v = cache.all(new)
     groups = k.shape[2]

@@ -26,8 +26,6 @@ class RopeCache(NamedTuple):
     """At the positions of the compressed tokens; None if no layer has any."""
     selector: CosSin | None = None
     """Of learned selectors, at the tokens; None if they rotate nothing."""
-    layer: Tensor | None = None
-    """Number of the layer, for random selection; the only field that differs between layers."""
 
 
 class Rotary:

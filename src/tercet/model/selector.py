@@ -1,4 +1,4 @@
-"""Learned selectors of blocks with their loss, and random selection as a control; neither is in the paper.
+"""Learned selectors of blocks with their loss, which are not in the paper.
 
 BlockSelector (docs/nsa.md, "Learned selection"): small projections of the layer's input score the blocks instead of the
 compressed branch. The loss is KL(teacher || student) on a sample of the queries: the teacher is the attention that the
@@ -18,14 +18,12 @@ from torch import Tensor, nn
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.first_order import first_order
-from tercet.attention.layout import Packing, keep_selection
+from tercet.attention.layout import Packing
 from tercet.attention.selector import block_lse
-from tercet.model.cache import NewTokens
+from tercet.attention.spec import AttentionSpec
+from tercet.model.cache import Cache, NewTokens
 from tercet.model.config import check_selector
-from tercet.model.nsa_cache import NSACache
 from tercet.model.rope import CosSin, Rotary, rotate_first
-
-SELECTORS = ("compressed", "learned", "random")
 
 
 class SampledQueries(NamedTuple):
@@ -92,7 +90,7 @@ class BlockSelector(nn.Module):
         return self._rotate(q, cos_sin), self._rotate(k, cos_sin)
 
     def append(
-        self, projected: Sequence[Tensor], new: NewTokens, cache: NSACache, cos_sin: CosSin | None = None
+        self, projected: Sequence[Tensor], new: NewTokens, cache: Cache, cos_sin: CosSin | None = None
     ) -> tuple[Tensor, Tensor]:
         """Store the keys of the new tokens. Returns their queries, and all keys that they can see.
 
@@ -171,49 +169,6 @@ class BlockSelector(nn.Module):
         return loss, _choice_quality(teacher, chosen, kl.detach(), self.config)
 
 
-class RandomBlocks:
-    """Select at random instead of by score, as a control: the forced blocks, and free ones by a hash of the query's
-    position, group and layer. Every set of free blocks is equally likely; no parameters, nothing to save for a resume.
-    """
-
-    def __init__(self, kv_heads: int, config: NSAConfig) -> None:
-        self.kv_heads, self.config = kv_heads, config
-        self.layer = 0
-        """Number of the layer: layers choose independently."""
-
-    def __call__(self, position: Tensor, longest: int, layer: Tensor | None = None) -> Tensor:
-        """block_indices [..., G, n] of queries at these positions [...] of documents of at most `longest` tokens.
-
-        layer: `self.layer` as a tensor. Compiled blocks share their code only if the number is not part of it.
-        """
-        config = self.config
-        n, initial, local = config.select_count, config.select_initial, config.select_local
-        position = position.long()[..., None, None]
-        current, place = position // config.select_block, torch.arange(n, device=position.device)
-        # blocks 0 … current: what a query selects that has no more than n
-        every = torch.where(place <= current, place, -1).expand(*position.shape[:-2], self.kv_heads, -1)
-        blocks, slots = config.num_blocks(longest), n - initial - local
-        if blocks <= n:
-            return every.int()
-        group = torch.arange(self.kv_heads, device=position.device)[:, None]
-        j = torch.arange(blocks, device=position.device)
-        key = mix_bits(mix_bits(position) + (self.layer if layer is None else layer)) + (group << 20) + j
-        key = (mix_bits(key) << 20) + j  # hashes may be equal, these are not
-        free = (j >= initial) & (j <= current - local)
-        chosen = torch.where(free, key, -1).topk(slots, sorted=False).indices.sort(-1).values
-        first, last = place[:initial], current - local + 1 + place[:local]
-        parts = (first.expand(*every.shape[:-1], -1), chosen, last.expand(*every.shape[:-1], -1))
-        return torch.where(current < n, every, torch.cat(parts, -1)).int()
-
-    def of_sequences(self, x: Tensor, packing: Packing | None, layer: Tensor | None) -> Tensor:
-        """block_indices [B, T, G, n] of the queries of whole sequences x [B, T, ...]."""
-        if packing is None:
-            position, longest = torch.arange(x.shape[1], device=x.device), x.shape[1]
-        else:
-            position, longest = packing.position, packing.max_seqlen
-        return keep_selection(self(position, longest, layer)).expand(x.shape[0], -1, -1, -1)
-
-
 def mix_bits(x: Tensor) -> Tensor:
     """A hash of 32-bit numbers, in int64."""
     for _ in range(2):
@@ -227,12 +182,11 @@ def rotated_channels(size: int, rotary: int | None) -> int:
 
 
 def build_selector(
-    kind: str, dim: int, kv_heads: int, size: int, config: NSAConfig, rope: Rotary, rotated: int | None, backend: str
-) -> BlockSelector | None:
+    spec: AttentionSpec, dim: int, kv_heads: int, size: int, config: NSAConfig, rope: Rotary, rotated: int | None,
+    backend: str,
+) -> BlockSelector | None:  # fmt: skip
     """The learned selector of a layer; None if it has none. rope: the layer's; rotated: channels, None for half."""
-    if kind not in SELECTORS:
-        raise ValueError(f"selector={kind!r} is unknown: pick one of {', '.join(SELECTORS)}")
-    if kind != "learned":
+    if spec.scorer != "learned":
         return None
     check_selector(size, rotated)
     rotated = rotated_channels(size, rotated)

@@ -14,16 +14,13 @@ from torch import Tensor, nn
 
 from tercet.attention.checks import check_max_seqlen, make_packing
 from tercet.attention.layout import Packing
-from tercet.model.block_sparse import BlockSparseAttention
+from tercet.model.attention import Attention, check_lengths_have_cache
 from tercet.model.config import AttentionKind, ModelConfig
-from tercet.model.dense import DenseAttention
 from tercet.model.ffn import SwiGLU
-from tercet.model.layer import AttentionLayer, SelectingLayer, check_lengths_have_cache
+from tercet.model.layers import BlockSparseAttention, DenseAttention, NativeSparseAttention, WindowAttention
 from tercet.model.loss import cross_entropy
-from tercet.model.nsa import NativeSparseAttention
 from tercet.model.rope import RopeCache, Rotary, rope_cache
 from tercet.model.selector import EVERY, sample_queries
-from tercet.model.window import WindowAttention
 
 __all__ = ["Block", "ModelConfig", "Transformer"]
 
@@ -81,9 +78,6 @@ class Transformer(nn.Module):
         # groups need no special case.
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.compiled = False  # whether the blocks are compiled, and with them the loss
-        for i, layer in enumerate(self.attention_layers()):
-            if isinstance(layer, NativeSparseAttention) and layer.random_blocks is not None:
-                layer.random_blocks.layer = i
         self.selector_every = EVERY
         self.init_weights()
 
@@ -104,7 +98,7 @@ class Transformer(nn.Module):
         for block in self.blocks:
             cast(Block, block).init_weights(std, residual_std)
 
-    def attention_layers(self) -> list[AttentionLayer]:
+    def attention_layers(self) -> list[Attention]:
         """The attention layer of every block, in order."""
         return [cast(Block, block).attention for block in self.blocks]
 
@@ -134,12 +128,10 @@ class Transformer(nn.Module):
         rope = self._rope_cache(tokens, packing) if first else None
         sampled = self._sample_queries(tokens, packing) if self.training and cache is None else None
         for i, block in enumerate(self.blocks):
-            if cache is not None:
+            if cache is None:
+                x = block(x, packing, rope=rope, sampled=sampled)
+            else:
                 x = block(x, packing, cache[i], lengths, rope)
-                continue
-            if self.config.selector == "random" and rope is not None:
-                rope = rope._replace(layer=torch.full((), i, device=x.device))
-            x = block(x, packing, rope=rope, sampled=sampled)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -171,7 +163,7 @@ class Transformer(nn.Module):
             return sample_queries(tokens, self.selector_every)
         # a context-parallel rank does not see all of the sequence
         layers = self.attention_layers() if packing is None or isinstance(packing, Packing) else []
-        if not any(isinstance(layer, SelectingLayer) and layer.stats.enabled for layer in layers):
+        if not any(layer.stats.enabled for layer in layers):
             return None
         # by length, not by tokens: the sample is then the same however sequences are spread over ranks
         length = tokens.shape[1] if packing is None else packing.max_seqlen
@@ -181,9 +173,10 @@ class Transformer(nn.Module):
         """cos/sin shared by all layers; None for a context-parallel shard, which has its own positions."""
         if packing is not None and not isinstance(packing, Packing):
             return None
-        sparse = "nsa" in self.config.attention_kinds and self.config.gate != "none"
-        cache = rope_cache(self.rotary, tokens, packing, self.config.nsa if sparse else None)
-        selectors = (getattr(layer, "selector", None) for layer in self.attention_layers())
+        layers = self.attention_layers()
+        gated = any(layer.gate is not None for layer in layers)
+        cache = rope_cache(self.rotary, tokens, packing, self.config.nsa if gated else None)
+        selectors = (layer.selector for layer in layers)
         rotary = next((selector.rotary for selector in selectors if selector is not None), None)
         if rotary is None:
             return cache
@@ -212,7 +205,7 @@ _LAYER_OPTIONS = (
 )  # fmt: skip
 
 
-def _build_attention(config: ModelConfig, kind: AttentionKind) -> AttentionLayer:
+def _build_attention(config: ModelConfig, kind: AttentionKind) -> Attention:
     sparse = BlockSparseAttention if config.gate == "none" else NativeSparseAttention
     build: Any = {"nsa": sparse, "dense": DenseAttention, "window": WindowAttention}[kind]
     options = {name: getattr(config, name) for name in _LAYER_OPTIONS}

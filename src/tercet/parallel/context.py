@@ -3,10 +3,9 @@
 x: [1, own tokens, dim]. Per layer, a rank fetches from the others:
   raw keys and values for compression    the l-1 tokens before each chunk
   compressed keys and values             all that its queries can see: T/d rows, so this is small
-  keys of a learned selector             as the selected keys
+  keys that score blocks                 as the selected keys
   window keys and values                 the w-1 tokens before each chunk
   selected keys and values               its documents from their start, requested first and awaited last;
-                                         or only the blocks that its queries selected (parallel.context_fetch=blocks)
 Nothing is fetched outside a chunk's own documents. To the operator each chunk is a query range, on any backend.
 """
 
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -22,24 +21,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tercet.attention.block_sparse import run_block_sparse, select_by_keys
 from tercet.attention.config import NSAConfig
-from tercet.attention.dense import dense_attention
 from tercet.attention.dispatch import Route
-from tercet.attention.functional import NSAInputs, run_nsa, run_window
 from tercet.attention.layout import Packing, Span
-from tercet.attention.selector import choose_blocks
-from tercet.model.block_sparse import BlockSparseAttention, mean_keys
-from tercet.model.dense import DenseAttention
-from tercet.model.layer import SelectingLayer
-from tercet.model.nsa import NativeSparseAttention
+from tercet.attention.operator import Attended, AttentionInputs, attend, select_by_keys
+from tercet.attention.selector import TokenScorer, choose_blocks, own_scorer, slow_channels
+from tercet.attention.spec import TOKEN_SCORERS
+from tercet.model.attention import Attention
+from tercet.model.compression import mean_keys
 from tercet.model.rope import rotate
-from tercet.model.selector import BlockSelector, SampledQueries, attach_loss
-from tercet.model.window import WindowAttention
+from tercet.model.selector import SampledQueries, attach_loss
 from tercet.parallel.context_layout import Chunk, ContextLayout, TokenRange
-from tercet.parallel.exchange import BlockFetchPlan, Exchange, RowMoves
-
-DENSE_REASON = "context parallelism: PyTorch's dense kernels do not support query ranges of packed documents"
+from tercet.parallel.exchange import Exchange, RowMoves
 
 # Starts when created; calling it waits, the first time, and returns the fetched (k, v).
 PendingFetch = Callable[[], tuple[Tensor, Tensor]]
@@ -52,7 +45,6 @@ class ContextShard:
     layout: ContextLayout
     group: dist.ProcessGroup
     device: torch.device
-    by_blocks: bool = False  # fetch only selected blocks
     traffic: Counter[str] = field(default_factory=Counter)
     """Bytes received from other ranks so far, forward and backward, by purpose."""
     rank: int = field(init=False)
@@ -118,20 +110,9 @@ class ContextShard:
         first_row = torch.cat(rows or empty)
         return first_row[:, None] + torch.arange(l, device=self.device), torch.cat(positions or empty)
 
-    @cached_property
-    def block_plan(self) -> BlockFetchPlan:
-        return BlockFetchPlan.build(self.layout, self.moves["selected"], self.ranges["selected"], self.rank)
-
     def fetch(self, name: str) -> Exchange:
         """An exchange of rows for this purpose."""
         return Exchange(self.moves[name], self.group, partial(self._count_bytes, name))
-
-    def fetch_blocks(self, block_indices: Tensor) -> Exchange:
-        """An exchange of the rows in the selected blocks. block_indices: [1, own tokens, G, n]."""
-        selected = self.block_plan.gather_selected(block_indices, self.group)
-        self._count_bytes("requests", selected.numel() - selected[0].numel())
-        moves = self.block_plan.moves(selected, self.rank)
-        return Exchange(moves, self.group, partial(self._count_bytes, "selected"))
 
     def _count_bytes(self, name: str, size: int) -> None:
         self.traffic[name] += size
@@ -143,74 +124,57 @@ def shard_sequence(
     bounds: list[int],
     config: NSAConfig,
     group: dist.ProcessGroup,
-    *,
-    by_blocks: bool = False,
 ) -> tuple[Tensor, Tensor, ContextShard]:
     """Split a whole batch [1, T] over the ranks of `group`. Returns this rank's tokens, targets and shard."""
     layout = ContextLayout(tuple(bounds), dist.get_world_size(group), config)
-    shard = ContextShard(layout, group, tokens.device, by_blocks)
+    shard = ContextShard(layout, group, tokens.device)
     return shard.own_tokens(tokens), shard.own_tokens(targets), shard
 
 
 def apply_context_parallelism(model: nn.Module) -> None:
     """Let every attention layer accept a ContextShard as `cu_seqlens`. Other calls behave as before."""
-    forwards = {
-        NativeSparseAttention: _nsa_forward,
-        DenseAttention: _dense_forward,
-        WindowAttention: _window_forward,
-        BlockSparseAttention: _block_sparse_forward,
-    }
     for layer in model.modules():
-        if type(layer) in forwards:
-            layer.forward = partial(  # type: ignore[method-assign]
-                _forward, forwards[type(layer)], layer, layer.forward
-            )
+        if isinstance(layer, Attention):
+            layer.forward = partial(_forward, layer, layer.forward)  # type: ignore[method-assign]
 
 
-def _forward(
-    sharded: Any, layer: Any, original: Any, x: Tensor, cu_seqlens: Any = None, *args: Any, **kwargs: Any
-) -> Tensor:
+def _forward(layer: Attention, original: Any, x: Tensor, cu_seqlens: Any = None, *args: Any, **kwargs: Any) -> Tensor:
     if not isinstance(cu_seqlens, ContextShard):
-        return original(x, cu_seqlens, *args, **kwargs)
-    result: Tensor = sharded(layer, x, cu_seqlens, kwargs.get("sampled"))
-    return result
+        result: Tensor = original(x, cu_seqlens, *args, **kwargs)
+        return result
+    return _attend_sharded(layer, x, cu_seqlens, kwargs.get("sampled"))
 
 
-def _nsa_forward(layer: NativeSparseAttention, x: Tensor, shard: ContextShard, sampled: Tensor | None) -> Tensor:
+def _attend_sharded(layer: Attention, x: Tensor, shard: ContextShard, sampled: Tensor | None) -> Tensor:
     """Selected keys are most of what is fetched: the branches that do not read them run while they are in flight."""
+    spec = layer.spec
     q, raw_k, keys, values = layer.project(x, shard.position)
-    pending: dict[str, PendingFetch] = {}
-    for branch in ("selected", "window"):
-        if branch in layer.branches and not (branch == "selected" and shard.by_blocks):
-            pending[branch] = _start_fetch(shard.fetch(branch), keys[branch], values[branch])
-    compressed = _fetch_compressed(layer, raw_k, values["compressed"], shard) if layer.compresses else (None, None)
-    nsa = _ShardedNSA(layer, shard, q, layer.gate(x), compressed, pending)
-    selector_k = None
-    if layer.selector is not None and "selected" in layer.branches:
-        nsa.indices, selector_k = _choose_blocks(layer, layer.selector, x, shard)
+    fetched = ("selected",) if spec.dense else [b for b in ("selected", "window") if b in spec.branches]
+    pending = {branch: _start_fetch(shard.fetch(branch), keys[branch], values[branch]) for branch in fetched}
+    compressed: tuple[Tensor | None, Tensor | None] = (None, None)
+    if spec.compresses:
+        assert raw_k is not None
+        compressed = _fetch_compressed(layer, raw_k, values["compressed"], shard)
+    call = _ShardedCall(layer, shard, q, None if layer.gate is None else layer.gate(x), compressed, pending)
+    scored_k = None
+    if spec.selects and spec.scorer in TOKEN_SCORERS:
+        call.indices, scored_k = _choose_blocks(layer, q, keys["selected"], x, shard)
+    elif spec.pools:
+        call.indices = _choose_by_mean_keys(layer, q, keys["selected"], shard)
+    if spec.gate is not None:
+        call.run("compressed", "window")
+    call.run("selected", "window", "dense")
 
-    if not shard.by_blocks:
-        nsa.run("compressed", "window")
-    else:
-        nsa.run("compressed")  # alone: it selects the blocks to fetch
-        if "selected" in layer.branches:
-            exchange = shard.fetch_blocks(torch.cat(nsa.indices, dim=1))
-            pending["selected"] = _start_fetch(exchange, keys["selected"], values["selected"], row_per_head=True)
-        nsa.run("window")
-    nsa.run("selected")
-
-    layer.routes = {branch: nsa.routes[branch] for branch in layer.branches}
-    _update_stats(layer, nsa.gates, nsa.indices, shard)
-    out = torch.cat(nsa.outs, dim=1)
-    if selector_k is not None and sampled is not None:
+    layer.routes = {branch: call.routes[branch] for branch in spec.branches}
+    _update_stats(layer, call.gates, call.indices, shard)
+    out = torch.cat(call.outs, dim=1)
+    if layer.selector is not None and scored_k is not None and sampled is not None:
         selected_k, _ = pending["selected"]()
-        out = _with_selector_loss(layer, out, x, selector_k, q, selected_k, nsa.indices, sampled, shard)
+        out = _with_selector_loss(layer, out, x, scored_k, q, selected_k, call.indices, sampled, shard)
     return layer.o_proj(out.flatten(2))
 
 
-def _fetch_compressed(
-    layer: NativeSparseAttention, raw_k: Tensor, raw_v: Tensor, shard: ContextShard
-) -> tuple[Tensor, Tensor]:
+def _fetch_compressed(layer: Attention, raw_k: Tensor, raw_v: Tensor, shard: ContextShard) -> tuple[Tensor, Tensor]:
     """Compress what ends in this rank's chunks, and fetch all compressed keys and values that its queries can see."""
     rows, position = shard.compressed_tokens
     k, v = _start_fetch(shard.fetch("raw"), raw_k, raw_v)()
@@ -220,90 +184,61 @@ def _fetch_compressed(
 
 
 @dataclass
-class _ShardedNSA:
+class _ShardedCall:
     """The operator on this rank's chunks, a few branches at a time. Lists have one entry per chunk."""
 
-    layer: NativeSparseAttention
+    layer: Attention
     shard: ContextShard
     q: Tensor
-    gates: Tensor
-    compressed: tuple[Tensor, Tensor] | tuple[None, None]
+    gates: Tensor | None
+    compressed: tuple[Tensor | None, Tensor | None]
     pending: dict[str, PendingFetch]  # keys and values of the other branches
     indices: list[Any] = field(default_factory=list)  # selected blocks; empty until known
     outs: list[Tensor] = field(default_factory=list)  # sum of the branches that have run
     routes: dict[str, Route] = field(default_factory=dict)
 
     def run(self, *branches: str) -> None:
-        """Run those of these branches that the layer has. The first call also selects blocks if none are given: by the
-        compressed branch, even in a layer that does not use its output."""
-        wanted = tuple(b for b in self.layer.branches if b in branches)
-        if not wanted and (self.indices or "selected" not in self.layer.branches):
+        """Run those of these branches that the layer has and that have not run. The first call also selects blocks if
+        none are given: by the compressed branch, even in a layer that does not use its output."""
+        spec = self.layer.spec
+        wanted = tuple(b for b in spec.branches if b in branches and b not in self.routes)
+        if not wanted and (self.indices or not spec.selects):
             return
         results = [self._run_chunk(i, wanted or ("compressed",)) for i in range(len(self.shard.chunks))]
-        self.indices = self.indices or [block_indices for _, block_indices, _ in results]
+        self.indices = self.indices or [result.block_indices for result in results]
         if wanted:
-            outs = [out for out, _, _ in results]
+            outs = [result.out for result in results]
             self.outs = [a + b for a, b in zip(self.outs, outs, strict=True)] if self.outs else outs
-            self.routes |= dict.fromkeys(wanted, Route(*results[0][2]))
+            self.routes |= dict.fromkeys(wanted, Route(*results[0].route))
 
-    def _run_chunk(self, index: int, branches: tuple[str, ...]) -> tuple[Tensor, Tensor | None, tuple[str, str | None]]:
-        chunk = self.shard.chunks[index]
-        kc, vc = self.compressed
+    def _run_chunk(self, index: int, branches: tuple[str, ...]) -> Attended:
+        chunk, spec = self.shard.chunks[index], self.layer.spec
         kv: dict[str, tuple[Tensor, Tensor]] = {}
         first_key = {"selected": 0, "window": 0}
         for branch in branches:
             if branch != "compressed":
-                (k, v), tokens = self.pending[branch](), chunk.ranges[branch]
-                kv[branch], first_key[branch] = (k[:, tokens.rows], v[:, tokens.rows]), tokens.first
-        unread = next(iter(kv.values()), None)  # any tensors for a branch that does not run
-        if unread is None:
-            assert kc is not None
-            assert vc is not None
-            unread = kc, vc
-        kv = {"selected": unread, "window": unread} | kv
-        q, gates = self.q[:, chunk.rows], self.gates[:, chunk.rows]
-        return run_nsa(
-            NSAInputs(q, kc, vc, *kv["selected"], *kv["window"], gates),
-            config=self.layer.config, packing=self.shard.packing, backend=self.layer.backend, branches=branches,
-            block_indices=self.indices[index] if self.indices else None, select="selected" in self.layer.branches,
+                name = "selected" if branch == "dense" else branch
+                (k, v), tokens = self.pending[name](), chunk.ranges[name]
+                kv[name], first_key[name] = (k[:, tokens.rows], v[:, tokens.rows]), tokens.first
+        if spec.gate is not None:  # any tensors for a branch that does not run
+            unread: Any = next(iter(kv.values()), self.compressed)
+            kv = {"selected": unread, "window": unread} | kv
+        keys, values = ({name: pair[i] for name, pair in kv.items()} for i in range(2))
+        gates = None if self.gates is None else self.gates[:, chunk.rows]
+        return attend(
+            AttentionInputs.of_branches(self.q[:, chunk.rows], self.compressed, keys, values, gates),
+            replace(spec, branches=branches), packing=self.shard.packing, backend=self.layer.backend,
+            block_indices=self.indices[index] if self.indices else None,
+            select=spec.gate is not None and spec.selects,
             span=Span(chunk.first, first_key["selected"], first_key["window"]),
         )  # fmt: skip
 
 
-def _block_sparse_forward(
-    layer: BlockSparseAttention, x: Tensor, shard: ContextShard, sampled: Tensor | None
-) -> Tensor:
-    q, k, v = layer.project(x, shard.position)
-    pending = None if shard.by_blocks else _start_fetch(shard.fetch("selected"), k, v)
-    selector_k = None
-    if layer.selector is not None:
-        indices, selector_k = _choose_blocks(layer, layer.selector, x, shard)
-    else:
-        indices = _choose_by_mean_keys(layer, q, k, shard)
-    if pending is None:
-        pending = _start_fetch(shard.fetch_blocks(torch.cat(indices, dim=1)), k, v, row_per_head=True)
-    keys, values = pending()
-    results = []
-    for chunk, block_indices in zip(shard.chunks, indices, strict=True):
-        tokens = chunk.ranges["selected"]
-        result = run_block_sparse(
-            q[:, chunk.rows], keys[:, tokens.rows], values[:, tokens.rows], **_options(layer, shard),
-            dense_below=layer.dense_below, block_indices=block_indices, span=Span(chunk.first, tokens.first),
-        )  # fmt: skip
-        results.append(result)
-    layer.routes = {"selected": Route(*results[0].route)}
-    _update_stats(layer, None, indices, shard)
-    out = torch.cat([result.out for result in results], dim=1)
-    if selector_k is not None and sampled is not None:
-        out = _with_selector_loss(layer, out, x, selector_k, q, keys, indices, sampled, shard)
-    return layer.o_proj(out.flatten(2))
-
-
-def _options(layer: SelectingLayer, shard: ContextShard) -> dict[str, Any]:
+def _options(layer: Attention, shard: ContextShard) -> dict[str, Any]:
     return {"config": layer.config, "packing": shard.packing, "backend": layer.backend}
 
 
-def _choose_by_mean_keys(layer: BlockSparseAttention, q: Tensor, k: Tensor, shard: ContextShard) -> list[Tensor]:
+def _choose_by_mean_keys(layer: Attention, q: Tensor, k: Tensor, shard: ContextShard) -> list[Tensor]:
     """block_indices of each chunk by the means of blocks of keys."""
     with torch.no_grad():
         raw = shard.fetch("raw")(k[0])[None]
@@ -314,24 +249,28 @@ def _choose_by_mean_keys(layer: BlockSparseAttention, q: Tensor, k: Tensor, shar
 
 
 def _choose_blocks(
-    layer: SelectingLayer, selector: BlockSelector, x: Tensor, shard: ContextShard
+    layer: Attention, q: Tensor, k: Tensor, x: Tensor, shard: ContextShard
 ) -> tuple[list[Tensor], Tensor]:
-    """block_indices of each chunk by a learned selector, and its fetched keys, in the rows of the selected keys."""
-    queries, own = selector(x, shard.position)
-    keys = shard.fetch("selected")(own[0])[None]
+    """block_indices of each chunk by single tokens, and the fetched keys that scored them, in the rows of the selected
+    keys."""
+    if layer.selector is not None:
+        scorer = TokenScorer(*layer.selector(x, shard.position))
+    else:
+        scorer = own_scorer(q, k, slow_channels(layer.head_dim, q.device))
+    keys = shard.fetch("selected")(scorer.keys[0])[None]
     found = []
     for chunk in shard.chunks:
         tokens = chunk.ranges["selected"]
-        span = Span(chunk.first, tokens.first)
-        found.append(choose_blocks(queries[:, chunk.rows], keys[:, tokens.rows], span=span, **_options(layer, shard)))
+        here = scorer._replace(queries=scorer.queries[:, chunk.rows], keys=keys[:, tokens.rows])
+        found.append(choose_blocks(*here, span=Span(chunk.first, tokens.first), **_options(layer, shard)))
     return found, keys
 
 
 def _with_selector_loss(
-    layer: SelectingLayer, out: Tensor, x: Tensor, selector_k: Tensor, q: Tensor, keys: Tensor,
+    layer: Attention, out: Tensor, x: Tensor, selector_k: Tensor, q: Tensor, keys: Tensor,
     indices: list[Tensor], sampled: Tensor, shard: ContextShard,
 ) -> Tensor:  # fmt: skip
-    """`SelectingLayer.with_selector_loss`, chunk by chunk, since each has its own range of the fetched keys."""
+    """`Attention._with_selector_loss`, chunk by chunk, since each has its own range of the fetched keys."""
     assert layer.selector is not None
     packing, losses = shard.packing, []
     # the configuration ensures that all chunks have equally many of the sampled queries
@@ -350,49 +289,21 @@ def _with_selector_loss(
     return attach_loss(out, torch.stack(losses).mean() * layer.selector.weight)
 
 
-def _dense_forward(layer: DenseAttention, x: Tensor, shard: ContextShard, sampled: Tensor | None) -> Tensor:
-    q, k, v = layer.project(x, shard.position)
-    k, v = _start_fetch(shard.fetch("selected"), k, v)()
-    outs = []
-    for chunk in shard.chunks:
-        tokens = chunk.ranges["selected"]
-        span = Span(chunk.first, tokens.first)
-        outs.append(dense_attention(q[:, chunk.rows], k[:, tokens.rows], v[:, tokens.rows], shard.packing, span))
-    layer.routes = {"dense": Route("reference", DENSE_REASON)}
-    return layer.o_proj(torch.cat(outs, dim=1).flatten(2))
-
-
-def _window_forward(layer: WindowAttention, x: Tensor, shard: ContextShard, sampled: Tensor | None) -> Tensor:
-    q, k, v = layer.project(x, shard.position)
-    k, v = _start_fetch(shard.fetch("window"), k, v)()
-    results = []
-    for chunk in shard.chunks:
-        tokens = chunk.ranges["window"]
-        result = run_window(
-            q[:, chunk.rows], k[:, tokens.rows], v[:, tokens.rows], config=layer.config, packing=shard.packing,
-            backend=layer.backend, span=Span(chunk.first, tokens.first),
-        )  # fmt: skip
-        results.append(result)
-    layer.routes = {"window": Route(*results[0][1])}
-    return layer.o_proj(torch.cat([out for out, _ in results], dim=1).flatten(2))
-
-
-def _start_fetch(exchange: Exchange, k: Tensor, v: Tensor, *, row_per_head: bool = False) -> PendingFetch:
+def _start_fetch(exchange: Exchange, k: Tensor, v: Tensor) -> PendingFetch:
     """Start fetching keys and values [1, own, G, D] in one exchange."""
-    kv = torch.cat((k, v), dim=-1)[0]
-    rows = kv.flatten(0, 1) if row_per_head else kv
+    rows = torch.cat((k, v), dim=-1)[0]
     incoming = exchange.begin(rows)
 
     @cache
     def wait() -> tuple[Tensor, Tensor]:
-        fetched = exchange.end(rows, incoming).view(1, -1, *kv.shape[1:])
+        fetched = exchange.end(rows, incoming)[None]
         fetched_k, fetched_v = fetched.split((k.shape[-1], v.shape[-1]), dim=-1)
         return fetched_k, fetched_v
 
     return wait
 
 
-def _update_stats(layer: SelectingLayer, gates: Tensor | None, indices: list[Any], shard: ContextShard) -> None:
+def _update_stats(layer: Attention, gates: Tensor | None, indices: list[Any], shard: ContextShard) -> None:
     """Update statistics chunk by chunk. Another rank may own the selection of the token before a chunk."""
     if not layer.stats.enabled:
         return

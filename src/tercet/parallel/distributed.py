@@ -81,8 +81,7 @@ class Distributed(Strategy):
         batch, length = tokens.shape
         bounds = list(range(0, batch * length + 1, length)) if cu_seqlens is None else cu_seqlens.tolist()
         own_tokens, own_targets, shard = shard_sequence(
-            tokens.reshape(1, -1), targets.reshape(1, -1), bounds, self._nsa, self._context,
-            by_blocks=self.parallel.context_fetch == "blocks",
+            tokens.reshape(1, -1), targets.reshape(1, -1), bounds, self._nsa, self._context
         )  # fmt: skip
         shard.device, shard.traffic = self.world.device, self._traffic
         return own_tokens, own_targets, shard

@@ -4,9 +4,7 @@ Forward: `begin` starts the all-to-all and `end` waits for it. Backward: gradien
 owners the same way, started in the backward of `end` and awaited in the backward of `begin`; autograd runs everything
 in between meanwhile. (Not a custom op per collective: the overlap needs a handle that lives from one to the other.)
 
-Which rows move is known to all ranks beforehand (`RowMoves.of_plan`), or depends on the selected blocks
-(`BlockFetchPlan.moves`): every rank announces which blocks its queries selected and gets exactly those rows. That takes
-two messages instead of one, and the host has to read the message sizes: one synchronisation per layer.
+Which rows move is known to all ranks beforehand (`RowMoves.of_plan`).
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tercet.parallel.context_layout import ContextLayout, FetchPlan, TokenRange
+from tercet.parallel.context_layout import FetchPlan
 
 
 @dataclass(frozen=True)
@@ -162,92 +160,3 @@ class _End(torch.autograd.Function):
         for at, local in moves.own:
             own[local] += grad[at]
         return own, rows, None
-
-
-@dataclass(frozen=True)
-class BlockFetchPlan:
-    """What is known about a batch before blocks are selected; computed once and used by every layer.
-
-    The plan for whole documents says which rows may be exchanged. One bit per block and KV head, gathered from all
-    ranks, then says which of them are, so sender and receiver skip the same rows.
-    """
-
-    whole: RowMoves
-    in_peer: Tensor
-    """The rank that each incoming row comes from."""
-    in_block: Tensor
-    """Its selection block, numbered over all documents."""
-    out_peer: Tensor
-    out_block: Tensor
-    first_block: Tensor
-    """[own tokens]: first block of each token's document."""
-    blocks: int
-
-    @classmethod
-    def build(cls, layout: ContextLayout, whole: RowMoves, ranges: list[TokenRange], rank: int) -> BlockFetchPlan:
-        """whole: moves of the plan for whole documents; ranges: the token ranges in its buffer."""
-        device = whole.incoming.device
-        counts = torch.tensor([layout.config.num_blocks(b - a) for a, b in layout.documents])
-        first = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
-        starts = torch.tensor(layout.bounds)
-        tokens = torch.arange(layout.length)
-        document = torch.bucketize(tokens, starts[1:], right=True)
-        block = first[document] + (tokens - starts[document]) // layout.config.select_block
-        own_tokens = torch.cat([tokens[a:b] for a, b in (layout.tokens(c) for c in layout.owned[rank])])
-        buffer_tokens = torch.cat([tokens[r.first : r.end] for r in ranges])
-
-        def on_device(x: Tensor) -> Tensor:
-            return x.to(device, non_blocking=True)
-
-        def peers(sizes: list[int]) -> Tensor:
-            return on_device(torch.arange(layout.ranks).repeat_interleave(torch.tensor(sizes)))
-
-        return cls(
-            whole=whole,
-            in_peer=peers(whole.in_sizes),
-            in_block=on_device(block[buffer_tokens])[whole.incoming],
-            out_peer=peers(whole.out_sizes),
-            out_block=on_device(block[own_tokens])[whole.outgoing],
-            first_block=on_device(first[document][own_tokens]),
-            blocks=int(first[-1]),
-        )
-
-    def gather_selected(self, block_indices: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Exchange the selections. block_indices: this rank's [1, own tokens, G, n]. Returns bool [ranks, blocks, G]:
-        whether any query of a rank selected the block."""
-        groups = block_indices.shape[2]
-        chosen = torch.where(block_indices[0] < 0, self.blocks, self.first_block[:, None, None] + block_indices[0])
-        head = torch.arange(groups, device=chosen.device)[None, :, None].expand_as(chosen)
-        selected = torch.zeros(self.blocks + 1, groups, dtype=torch.uint8, device=chosen.device)
-        selected[chosen.flatten(), head.flatten()] = 1
-        device = selected.device
-        if staged_on_host(group, device):
-            selected = selected.cpu()
-        gathered = selected.new_empty(dist.get_world_size(group), self.blocks, groups)
-        dist.all_gather(list(gathered.unbind(0)), selected[: self.blocks], group=group)
-        return gathered.to(device).bool()
-
-    def moves(self, selected: Tensor, rank: int) -> RowMoves:
-        """The moves of the selected blocks, with one row per KV head: [tokens · G, D]. selected: `gather_selected`."""
-        ranks, _, groups = selected.shape
-        received, sent = selected[rank][self.in_block], selected[self.out_peer, self.out_block]
-        sizes = selected.new_zeros(2, ranks, dtype=torch.int64)
-        sizes[0].index_add_(0, self.in_peer, received.sum(1))
-        sizes[1].index_add_(0, self.out_peer, sent.sum(1))
-        in_sizes, out_sizes = sizes.tolist()
-
-        def rows_of(tokens: Tensor, kept: Tensor) -> Tensor:
-            index, head = kept.nonzero(as_tuple=True)
-            return tokens[index] * groups + head
-
-        def widened(part: slice) -> slice:
-            return slice(part.start * groups, part.stop * groups)
-
-        return RowMoves(
-            rows=self.whole.rows * groups,
-            own=tuple((widened(at), widened(local)) for at, local in self.whole.own),
-            incoming=rows_of(self.whole.incoming, received),
-            outgoing=rows_of(self.whole.outgoing, sent),
-            in_sizes=in_sizes,
-            out_sizes=out_sizes,
-        )

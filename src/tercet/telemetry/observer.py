@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tercet.attention.dispatch import REQUESTED
 from tercet.config.schema import RunConfig
-from tercet.model.layer import AttentionLayer, SelectingLayer
+from tercet.model.attention import Attention
 from tercet.telemetry import memory
 from tercet.telemetry.event_log import EventLog, full_disk_allowed
 from tercet.telemetry.events import (
@@ -196,8 +196,8 @@ class LayerProbe:
     """Gates, selection and routes of the attention layers, found by class under any wrapper."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.layers = [m for m in model.modules() if isinstance(m, AttentionLayer)]
-        self._sparse = [m for m in self.layers if isinstance(m, SelectingLayer)]
+        self.layers = [m for m in model.modules() if isinstance(m, Attention)]
+        self._sparse = [m for m in self.layers if m.spec.sparse]
         self._calls: Counter[RouteKey] = Counter()  # of completed steps
         self._current: Counter[RouteKey] = Counter()  # of the current step
         self._sampled = False
@@ -223,7 +223,7 @@ class LayerProbe:
         self._current.clear()
 
     @staticmethod
-    def on_gpu(layer: AttentionLayer) -> bool:
+    def on_gpu(layer: Attention) -> bool:
         """Whether kernels could run; on a CPU the reference is not a fallback."""
         return layer.q_proj.weight.is_cuda
 

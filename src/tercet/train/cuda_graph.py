@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from tercet.errors import TercetError
-from tercet.model.layer import AttentionLayer, SelectingLayer
+from tercet.model.attention import Attention
 from tercet.parallel.strategy import Single
 from tercet.train.graph_choice import GraphChoice
 from tercet.train.step import MicroBatch, Phase, Progress, autocast, loss_sum, run_eager
@@ -195,8 +195,8 @@ class StepGraph:
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._device = device = self._trained[0].device
         self._capturer = capturer or GraphCapturer(device)
-        self._layers = [m for m in model.modules() if isinstance(m, AttentionLayer)]
-        self._stats = [m.stats for m in self._layers if isinstance(m, SelectingLayer)]
+        self._layers = [m for m in model.modules() if isinstance(m, Attention)]
+        self._stats = [m.stats for m in self._layers if m.spec.sparse]
         self._scale = torch.ones((), dtype=torch.float32, device=device)
         self._loss = torch.zeros((), dtype=torch.float32, device=device)
         self._stat_sums = torch.stack([s.sums(device) for s in self._stats]) if self._stats else None

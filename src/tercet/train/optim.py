@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim._muon import _adjust_lr
 
 from tercet.config.sections import TrainConfig
+from tercet.model.attention import Attention
 from tercet.model.ffn import SwiGLU
-from tercet.model.layer import AttentionLayer
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -71,7 +71,7 @@ def hidden_matrices(model: nn.Module) -> dict[Tensor, tuple[int, ...]]:
     several."""
     found: dict[Tensor, tuple[int, ...]] = {}
     for module in model.modules():
-        if isinstance(module, AttentionLayer):
+        if isinstance(module, Attention):
             found[module.kv_proj.weight] = module.kv_rows
             wholes = [module.q_proj, module.o_proj]
         elif isinstance(module, SwiGLU):

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from tercet.config.schema import RunConfig, uses_cuda_graph
 from tercet.config.sections import SelectorConfig
 from tercet.errors import UsageError
+from tercet.model.attention import Attention
 from tercet.model.config import ModelConfig
-from tercet.model.layer import AttentionLayer
-from tercet.model.nsa import NativeSparseAttention
 from tercet.model.selector import BlockSelector, rotated_channels
 from tercet.model.transformer import Block, Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -143,7 +142,7 @@ def start_stage(state: TrainState, config: RunConfig) -> None:
     """Prepare for the stage of `config` (RunConfig.at_step), as a new process would: what was compiled or captured for
     another length or RoPE base is dropped."""
     for module in state.model.modules():
-        if isinstance(module, AttentionLayer | Transformer):
+        if isinstance(module, Attention | Transformer):
             module.rotary.theta = config.model.rope_theta
         if isinstance(module, BlockSelector) and module.rotary is not None:
             module.rotary.theta = config.model.rope_theta
@@ -173,7 +172,7 @@ def compile_blocks(model: nn.Module, activation_checkpointing: str) -> None:
     memory.
     """
     for layer in model.modules():
-        if isinstance(layer, NativeSparseAttention):
+        if isinstance(layer, Attention):
             layer.keep_sum = activation_checkpointing != "none"
     model.compiled = True  # type: ignore[assignment]
     blocks: nn.ModuleList = model.blocks  # type: ignore[assignment]

@@ -25,16 +25,10 @@ from tercet.attention import layout as _layout  # noqa: F401  registers tercet::
 from tercet.attention.config import NSAConfig, unsupported_sizes
 from tercet.attention.hardware import KERNEL_DTYPES, OLDEST_CAPABILITY, capability, interpreting
 from tercet.attention.kernels import qkv_split as _qkv_split  # noqa: F401  registers tercet::heads_apart
-from tercet.attention.kernels.autograd import (
-    attend_selected,
-    attend_window,
-    nsa,
-    select_by_keys,
-    select_by_tokens,
-)
+from tercet.attention.kernels.autograd import attend, select_by_keys, select_by_tokens
 from tercet.attention.kernels.table import block_parts, shared_memory, too_large
 
-__all__ = ["attend_selected", "attend_window", "nsa", "select_by_keys", "select_by_tokens", "unsupported"]
+__all__ = ["attend", "select_by_keys", "select_by_tokens", "unsupported"]
 
 
 def unsupported(

@@ -172,8 +172,8 @@ class _Direct:
         return select_blocks(q, kc, lse, cu, ccu, Numbers(*numbers))
 
     @staticmethod
-    def nsa_select_by_tokens(q, k, cu, *numbers):
-        return select_by_scores(q, k, cu, Numbers(*numbers))
+    def nsa_select_by_tokens(q, k, cu, own, *numbers):
+        return select_by_scores(q, k, cu, own, Numbers(*numbers))
 
     @staticmethod
     def keep_selection(block_indices):
@@ -183,23 +183,23 @@ class _Direct:
 # ------------------------------------------------------------ entry points
 
 
-def nsa(
+def attend(
     q: Tensor,
     kc: Tensor | None,
     vc: Tensor | None,
-    ks: Tensor,
-    vs: Tensor,
-    kw: Tensor,
-    vw: Tensor,
-    gates: Tensor,
+    ks: Tensor | None,
+    vs: Tensor | None,
+    kw: Tensor | None,
+    vw: Tensor | None,
+    gates: Tensor | None,
     config: NSAConfig,
     layout: KernelLayout = KernelLayout(),  # noqa: B008  a named tuple
     branches: tuple[str, ...] = BRANCHES,
     block_indices: Tensor | None = None,
     select: bool = False,
     output: tuple[Tensor, Tensor | None] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(output, block_indices) of the gated branches.
+) -> tuple[Tensor, Tensor | None]:
+    """(output, block_indices) of the branches; without gates, of a single one.
 
     `output`: (weight, bias) of the output projection, applied to the result; compiled, its input is not saved.
     """
@@ -245,30 +245,11 @@ def select_by_keys(q: Tensor, keys: Tensor, config: NSAConfig, layout: KernelLay
         return ops.keep_selection(ops.nsa_select(q, keys, lse, cu, ccu, *numbers))
 
 
-def select_by_tokens(q: Tensor, keys: Tensor, config: NSAConfig, layout: KernelLayout) -> Tensor:
-    """block_indices by a selector's queries and keys, one of each per token and group."""
+def select_by_tokens(q: Tensor, keys: Tensor, config: NSAConfig, layout: KernelLayout, own: bool) -> Tensor:
+    """block_indices by the queries and keys of single tokens: a selector's, or the model's own."""
     ops, numbers = _call(config, layout)
     with torch.no_grad():
-        return ops.keep_selection(ops.nsa_select_by_tokens(q, keys, layout.cu_seqlens, *numbers))
-
-
-def attend_selected(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, layout: KernelLayout
-) -> Tensor:
-    """The selected branch alone, without a gate."""
-    return _attend_alone(Tensors(q, ks=k, vs=v, block_indices=block_indices, cu=layout.cu_seqlens), config, layout)
-
-
-def attend_window(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, layout: KernelLayout) -> Tensor:
-    """The window branch alone, without a gate."""
-    return _attend_alone(Tensors(q, kw=k, vw=v, cu=layout.cu_seqlens), config, layout)
-
-
-def _attend_alone(x: Tensors, config: NSAConfig, layout: KernelLayout) -> Tensor:
-    ops, numbers = _call(config, layout)
-    if ops is _Direct:
-        return _attend(x, numbers, False, False)[0]
-    return ops.nsa_attend(*x, *numbers)[0]
+        return ops.keep_selection(ops.nsa_select_by_tokens(q, keys, layout.cu_seqlens, own, *numbers))
 
 
 def _attend(x: Tensors, numbers: tuple, compressed: bool, choose: bool) -> tuple[Tensor, Tensor | None]:

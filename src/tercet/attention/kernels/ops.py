@@ -206,9 +206,9 @@ def select_blocks(q, kc, lse, cu, ccu, numbers: Numbers) -> Tensor:
 
 
 @replayed
-def select_by_scores(q, k, cu, numbers: Numbers) -> Tensor:
+def select_by_scores(q, k, cu, own: bool, numbers: Numbers) -> Tensor:
     q, k = flat(q), flat(k)
-    return select_by_tokens(q, k, numbers.config, _documents(q, None, cu, None, numbers, 1, k))
+    return select_by_tokens(q, k, numbers.config, _documents(q, None, cu, None, numbers, 1, k), own=own)
 
 
 @operator(
@@ -238,12 +238,12 @@ def nsa_select(q, kc, lse, cu, ccu, *numbers):
 
 
 @operator(
-    lambda q, k, cu, config, *_: _selection_like(q, k, None, cu, None, config, None, None),
-    f"(Tensor q, Tensor k, Tensor? cu, {_NUMBERS}) -> Tensor",
+    lambda q, k, cu, own, config, *_: _selection_like(q, k, None, cu, None, config, None, None),
+    f"(Tensor q, Tensor k, Tensor? cu, bool own, {_NUMBERS}) -> Tensor",
 )
-def nsa_select_by_tokens(q, k, cu, *numbers):
-    """By a learned selector's queries and keys; `cu` and `span` are those of the selected branch."""
-    return select_by_scores(q, k, cu, _numbers(*numbers))
+def nsa_select_by_tokens(q, k, cu, own, *numbers):
+    """By a learned selector's queries and keys, or the model's own; `cu` and `span` are the selected branch's."""
+    return select_by_scores(q, k, cu, own, _numbers(*numbers))
 
 
 # ------------------------------------------------------------ the rest of the forward

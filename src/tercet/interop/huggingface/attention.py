@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,20 +17,22 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tercet.attention.block_sparse import check_dense_below, pool_keys, reads_all_below, run_block_sparse
-from tercet.attention.checks import check_config
 from tercet.attention.config import NSAConfig
 from tercet.attention.layout import Packing, RowMap, Span, move_rows
+from tercet.attention.operator import AttentionInputs, attend, pool_keys
+from tercet.attention.selector import TokenScorer, own_scorer, slow_channels
+from tercet.attention.spec import AttentionSpec, block_sparse
 from tercet.errors import UsageError
 from tercet.interop.huggingface.dense_weights import FAMILIES
-from tercet.model.block_sparse import attend_tokens
 from tercet.model.config import ModelConfig
-from tercet.model.decode import query_chunks
+from tercet.model.decode import CachedKeys, attend_tokens, query_chunks
 from tercet.parse import first_problem
 
 NAME = "tercet"
 _HIDDEN = -9984.0  # additive masks hide a key by -inf, the dtype's minimum or -10,000, here as bfloat16
-_BLOCK_SPARSE = {"gate": "none", "shared_kv": True, "branches": ["selected"], "compression": "mean"}
+_BLOCK_SPARSE = {
+    "gate": "none", "shared_kv": True, "branches": ["selected"], "compression": "mean", "selector": "own",
+}  # fmt: skip
 # what other models pass to their attention, and we do not compute
 _UNSUPPORTED = {
     "softcap": "soft-capping",
@@ -44,7 +46,9 @@ class UnsupportedError(UsageError):
     """A model or an argument that attn_implementation="tercet" does not compute."""
 
 
-def use_block_sparse(model: PreTrainedModel, config: NSAConfig | None = None, *, dense_below: int = 0) -> None:
+def use_block_sparse(
+    model: PreTrainedModel, config: NSAConfig | None = None, *, dense_below: int = 0, scorer: str = "own"
+) -> None:
     """Let a Llama, Mistral, Qwen2 or Qwen3 of transformers read long contexts block by block (docs/huggingface.md).
 
     Weights stay as they are. The settings are kept in model.config.tercet, which save_pretrained writes; a model loaded
@@ -52,11 +56,13 @@ def use_block_sparse(model: PreTrainedModel, config: NSAConfig | None = None, *,
 
     config       block sizes; `window` has no effect
     dense_below  queries at positions below this read everything, as in the dense model
+    scorer       what chooses the blocks: "own" (the model's own queries and keys) or "compressed" (means of keys)
     """
     config = NSAConfig() if config is None else config
-    check_config(config)
-    check_dense_below(dense_below)
-    settings = {**_BLOCK_SPARSE, "nsa": asdict(config), "dense_below": dense_below}
+    if scorer not in ("own", "compressed"):
+        raise UnsupportedError(f"scorer={scorer!r} is unknown: pick one of own, compressed")
+    block_sparse(config, scorer, dense_below)  # which checks them
+    settings = {**_BLOCK_SPARSE, "nsa": asdict(config), "dense_below": dense_below, "selector": scorer}
     check_model(model.config)
     model.config.tercet = settings
     model.set_attn_implementation(NAME)
@@ -76,8 +82,7 @@ def check_model(config: PretrainedConfig) -> None:
 
 
 class Settings(NamedTuple):
-    nsa: NSAConfig
-    dense_below: int
+    spec: AttentionSpec
     dense_layers: frozenset[int]
 
 
@@ -92,13 +97,13 @@ def read_settings(config: PretrainedConfig) -> Settings:
         raise _unsupported(
             f"tercet.attention={model.attention!r}", "its layers must be block-sparse (gate=none) or dense"
         )
-    if model.selector != "compressed":
+    if model.selector == "learned":
         raise _unsupported(
             f"tercet.selector={model.selector!r}",
-            "its weights are not in the model; to choose blocks by their keys, call use_block_sparse(model, …)",
+            "its weights are not in the model; to choose by its own queries and keys, call use_block_sparse(model, …)",
         )
     dense = frozenset(i for i, kind in enumerate(kinds) if kind == "dense")
-    return Settings(model.nsa, model.dense_below, dense)
+    return Settings(block_sparse(model.nsa, model.selector, model.dense_below), dense)
 
 
 def _unsupported(what: str, fix: str) -> UnsupportedError:
@@ -211,7 +216,7 @@ class BatchLayout:
 
     def _find_documents(self, q: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None) -> Documents | None:
         batch, width = q.shape[:2]
-        nsa = self.settings.nsa
+        nsa = self.settings.spec.blocks
         column = torch.arange(batch * width, device=q.device)
         # nothing but padding has no tokens to pack, and its outputs have no meaning
         real = None if self.real is None or not self.real.any() else self.real.to(q.device).flatten()
@@ -329,20 +334,17 @@ def layer_attention(
     if torch.is_autocast_enabled(q.device.type):
         # RoPE of bf16 projections returns float32; as in PyTorch's attention, autocast decides
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    nsa, dense_below, dense_layers = attention_mask.settings
+    spec, dense_layers = attention_mask.settings
     if module.layer_idx in dense_layers:
-        dense_below = sys.maxsize
+        spec = replace(spec, dense_below=sys.maxsize)
     if k.shape[1] > q.shape[1]:
-        positions = attention_mask.positions(q, k.shape[1], position_ids)
-        return _continue(q, k, v, nsa, reads_all_below(nsa, dense_below), positions), None
+        return _continue(q, k, v, spec, attention_mask.positions(q, k.shape[1], position_ids)), None
     documents = attention_mask.documents(q, position_ids, cu_seq_lens_q)
     if documents is None:
-        return run_block_sparse(q, k, v, config=nsa, dense_below=dense_below).out, None
+        return _attend(q, k, v, spec), None
     shape, rows = q.shape[:2], documents.rows
     q, k, v = (x.flatten(0, 1) if rows is None else move_rows(x.flatten(0, 1), rows) for x in (q, k, v))
-    out = run_block_sparse(
-        q[None], k[None], v[None], config=nsa, dense_below=dense_below, packing=documents.packing
-    ).out[0]  # fmt: skip
+    out = _attend(q[None], k[None], v[None], spec, packing=documents.packing)[0]
     if rows is not None:
         out = move_rows(out, RowMap(rows.inverse, rows.inverse_valid, rows.source, rows.valid))
     return out.unflatten(0, shape), None
@@ -364,22 +366,32 @@ def _check_call(
             raise _unsupported(f"{name} ({meaning})", "use eager or sdpa")
 
 
-def _continue(q: Tensor, k: Tensor, v: Tensor, nsa: NSAConfig, reads_all: int, positions: Positions | None) -> Tensor:
-    """New tokens after a cache. Block keys are pooled again from all cached keys."""
-    width, first = q.shape[1], k.shape[1] - q.shape[1]
+def _attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **options: Any) -> Tensor:
+    return attend(AttentionInputs(q, k_selected=k, v_selected=v), spec, scorer=_scorer(q, k, spec), **options).out
+
+
+def _scorer(q: Tensor, k: Tensor, spec: AttentionSpec) -> TokenScorer | None:
+    return own_scorer(q, k, slow_channels(q.shape[-1], q.device)) if spec.scorer == "own" else None
+
+
+def _continue(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, positions: Positions | None) -> Tensor:
+    """New tokens after a cache. Means of keys are pooled again from all cached keys."""
+    width, first, reads_all = q.shape[1], k.shape[1] - q.shape[1], spec.reads_all_below
     if positions is None:
         split = min(max(reads_all - first, 0), width)
         outs = []
         if split:
             outs.append(_read_all(q[:, :split], k[:, : first + split], v[:, : first + split]))
         if split < width:
-            outs.append(run_block_sparse(q[:, split:], k, v, config=nsa, span=Span(first + split)).out)
+            later = replace(spec, dense_below=0)
+            outs.append(_attend(q[:, split:], k, v, later, span=Span(first + split)))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
     row = torch.arange(q.shape[0], device=q.device)[:, None]
     k, v = (x[row, positions.order] for x in (k, v))
     if positions.highest < reads_all:
         return _read_all(q, k, v, positions.t)
-    out, _ = attend_tokens(q, k, v, pool_keys(k, nsa), positions.t, nsa)
+    keys = CachedKeys((k, v), (pool_keys(k, spec.blocks), None) if spec.pools else None)
+    out, _ = attend_tokens(q, None, keys, positions.t, k.shape[1], spec, _scorer(q, k, spec))
     if positions.lowest < reads_all:
         early = (positions.t < reads_all)[..., None, None]
         out = torch.where(early, _read_all(q, k, v, positions.t), out)

@@ -23,13 +23,13 @@ from itertools import groupby
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from tercet.attention.config import BRANCHES
 from tercet.interop.huggingface.rope import ForeignModelError, rope_settings
+from tercet.model.attention import Attention
 from tercet.model.config import ModelConfig
-from tercet.model.nsa import NativeSparseAttention
 from tercet.model.transformer import Block, Transformer
 from tercet.parse import describe
 
@@ -239,7 +239,7 @@ def convert(
             block = Block(config, kind)
             block.init_weights(config.init_std, config.init_std / (2 * config.layers) ** 0.5)
             _load_block(block, weights, f"model.layers.{i}.")
-            if isinstance(block.attention, NativeSparseAttention):
+            if block.attention.gate is not None:
                 open_gate(block.attention, cover, gate_logit)
         state = {f"blocks.{i}.{name}": tensor for name, tensor in block.state_dict().items()}
         yield from ((name, selectors.get(name, tensor)) for name, tensor in state.items())
@@ -286,15 +286,14 @@ def _load_block(block: Block, weights: Mapping[str, Tensor], prefix: str) -> Non
     if attention.q_norm is not None:
         attention.q_norm.weight.copy_(weights[f"{self_attn}q_norm.weight"])
         k_norm = weights[f"{self_attn}k_norm.weight"]
-        norms = attention.k_norms if isinstance(attention, NativeSparseAttention) else [attention.k_norm]
-        for norm in norms or ():
-            assert isinstance(norm, nn.RMSNorm)
+        for norm in attention.key_norms:
             norm.weight.copy_(k_norm)
 
 
 @torch.no_grad()
-def open_gate(layer: NativeSparseAttention, cover: Cover, logit: float) -> None:
+def open_gate(layer: Attention, cover: Cover, logit: float) -> None:
     """Make the gates constant: the covering branch at +logit, the others at -logit."""
+    assert layer.gate is not None
     layer.gate.proj.weight.zero_()
     sign = torch.tensor([1.0 if branch == cover else -1.0 for branch in BRANCHES])
     layer.gate.proj.bias.copy_((logit * sign).repeat(layer.heads))

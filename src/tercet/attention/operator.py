@@ -1,0 +1,481 @@
+"""Attention of every form as a function of tensors. Its stages one by one: stages.py.
+
+Axes: q [B, T, H, Dk]; k_* [B, T, G, Dk]; v_* [B, T, G, Dv]; compressed ones [B, Tc, G, D*]; gates [B, T, H, 3].
+q and k are already rotated: the operator does not apply RoPE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tercet.attention import checks, reference
+from tercet.attention.config import BRANCHES, NSAConfig
+from tercet.attention.dense import dense_attention, dense_route, masked_attention
+from tercet.attention.dispatch import Route, choose_backend, without_autocast
+from tercet.attention.layout import (
+    WHOLE,
+    Buckets,
+    Packing,
+    RowMap,
+    Span,
+    document_buckets,
+    keep_selection,
+    kernel_layout,
+    move_rows,
+    why_no_query_range,
+)
+from tercet.attention.selector import TokenScorer, check_channels, check_selector, choose_blocks, own_scorer
+from tercet.attention.spec import AttentionSpec, block_sparse
+from tercet.attention.tiling import compute_dtype
+
+
+@dataclass(frozen=True)
+class AttentionAux:
+    """Details of a call: the selected blocks and the backends."""
+
+    block_indices: Tensor | None
+    """int32 [B, T, G, n]: selected blocks, ascending, padded with -1, counted within each document; the given ones if
+    given. None if no branch needed a selection."""
+    routes: dict[str, Route]
+    """The backend that each branch ran on; `routes[branch].reason` says why no faster one ran."""
+
+
+class AttentionInputs(NamedTuple):
+    """Tensors of one call. Those that it does not read may be None."""
+
+    q: Tensor
+    k_compressed: Tensor | None = None  # where blocks are chosen by means of keys: the means, if the caller has them
+    v_compressed: Tensor | None = None
+    k_selected: Tensor | None = None  # dense attention: all keys
+    v_selected: Tensor | None = None
+    k_window: Tensor | None = None
+    v_window: Tensor | None = None
+    gates: Tensor | None = None
+
+    @classmethod
+    def of_branches(
+        cls,
+        q: Tensor,
+        compressed: tuple[Tensor | None, Tensor | None],
+        keys: Mapping[str, Tensor | None],
+        values: Mapping[str, Tensor | None],
+        gates: Tensor | None,
+    ) -> Self:
+        selected, window = ((keys.get(branch), values.get(branch)) for branch in ("selected", "window"))
+        return cls(q, *compressed, *selected, *window, gates)
+
+    def keys_and_values(self, branches: tuple[str, ...]) -> dict[str, Tensor]:
+        """Those of these branches that are given, and q, by name."""
+        return {
+            name: x for name, x in self._asdict().items() if x is not None and (name == "q" or name[2:] in branches)
+        }
+
+    def map(self, change: Any) -> Self:
+        return self._replace(**{name: change(x) for name, x in self._asdict().items() if x is not None})
+
+
+class Attended(NamedTuple):
+    """Result of a call. torch.compile traces it, so the route is a plain pair."""
+
+    out: Tensor
+    block_indices: Tensor | None  # None if nothing was selected
+    branches: tuple[str, ...]  # what ran: the spec's branches, or dense if no query had to choose
+    route: tuple[str, str | None]  # (backend, why no faster one)
+
+
+def nsa_attention(
+    q: Tensor,
+    k_compressed: Tensor | None,
+    v_compressed: Tensor | None,
+    k_selected: Tensor,
+    v_selected: Tensor,
+    k_window: Tensor,
+    v_window: Tensor,
+    gates: Tensor,
+    *,
+    config: NSAConfig,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    backend: str = "auto",
+    return_aux: bool = False,
+    branches: tuple[str, ...] = BRANCHES,
+    block_indices: Tensor | None = None,
+    validate: bool = False,
+    packing: Packing | None = None,
+    selector: tuple[Tensor, Tensor] | None = None,
+) -> Tensor | Any:
+    """Native Sparse Attention: out [B, T, H, Dv] = Σ over branches of gate · attention over the keys the branch sees.
+
+    config        sizes of the three branches
+    cu_seqlens    int32 [documents + 1]: bounds of packed documents, B = 1; k_compressed and v_compressed hold the
+                  documents' compressed tokens one after another (`config.compressed_cu_seqlens`), padding may follow
+    max_seqlen    with cu_seqlens: upper bound on document length, T by default. A tight bound saves the kernels work;
+                  on a GPU it is not checked, nor are the values of cu_seqlens
+    backend       "auto", "reference" or "triton"; one that cannot run raises an error that says why
+    return_aux    return (out, AttentionAux): also the selected blocks and the backend of each branch
+    branches      omit branches for ablations; blocks are still selected from the compressed probabilities. If a
+                  selector or block_indices choose instead, k_compressed and v_compressed may be None
+    block_indices int32 [B, T, G, n]: read these blocks instead of selecting; per query ascending, each once, padded
+                  with -1 at the end; blocks after the query's own are not read
+    validate      check the values of cu_seqlens and max_seqlen on a device too (synchronises), and the order of given
+                  block_indices, which the kernels rely on
+    packing       the Packing of cu_seqlens, if the caller already has it
+    selector      (queries, keys), each [B, T, G, size] of any size: they score the blocks in place of q and
+                  k_compressed, by the sum of their weights; no gradient flows through them
+    """
+    checks.check_config(config)
+    spec = AttentionSpec(config, branches, scorer="compressed" if selector is None else "learned")
+    if packing is not None and cu_seqlens is not None:
+        raise ValueError("packing and cu_seqlens were both given: packing is built from cu_seqlens, pass one")
+    checks.check_max_seqlen(max_seqlen, cu_seqlens if packing is None else packing)
+    if cu_seqlens is not None:
+        packing = checks.pack_documents(cu_seqlens, q, k_compressed, config, max_seqlen, validate=validate)
+    if validate and block_indices is not None:
+        checks.check_block_order(block_indices)
+    inputs = AttentionInputs(q, k_compressed, v_compressed, k_selected, v_selected, k_window, v_window, gates)
+    scorer = None if selector is None else TokenScorer(*selector)
+    found = attend(inputs, spec, packing=packing, backend=backend, block_indices=block_indices, scorer=scorer)
+    return _with_aux(found) if return_aux else found.out
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    config: NSAConfig,
+    dense_below: int = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    backend: str = "auto",
+    return_aux: bool = False,
+    block_indices: Tensor | None = None,
+    validate: bool = False,
+    selector: tuple[Tensor, Tensor] | None = None,
+    scorer: str = "compressed",
+    score_channels: Tensor | None = None,
+) -> Tensor | Any:
+    """Causal attention [B, T, H, Dv] in which a query reads select_count blocks of keys.
+
+    config        block sizes; `window` has no effect, the most recent keys are read as select_local forced blocks
+    dense_below   queries at positions below this read every key up to their own. Those below
+                  select_count · select_block always do, since all of their blocks are selected
+    cu_seqlens    int32 [documents + 1]: bounds of packed documents, B = 1
+    max_seqlen    with cu_seqlens: upper bound on document length, T by default; not checked on a GPU
+    backend       "auto", "reference" or "triton"; one that cannot run raises an error that says why
+    return_aux    return (out, AttentionAux): also the selected blocks and the backend
+    block_indices int32 [B, T, G, n]: read these blocks instead of selecting, ascending, padded with -1
+    validate      check the values of cu_seqlens, max_seqlen and block_indices on a device too, which synchronises
+    scorer        what scores the blocks: "compressed", by the means of their keys, or "own", by the largest product of
+                  a query head of the group with a key of the block
+    score_channels  int64 [c] or [G, c]: the channels of q and k that "own" reads; None for all of them
+    selector      (queries, keys), each [B, T, G, size], that score the blocks in place of q and the means
+    """
+    checks.check_config(config)
+    chooser = _chooser(scorer, score_channels, selector, q, k)
+    spec = block_sparse(config, "compressed" if chooser is None else chooser.kind, dense_below)
+    checks.check_tensors({"q": q, "k": k, "v": v})
+    checks.check_keys(q, k, v, "", q.shape[1])
+    checks.check_max_seqlen(max_seqlen, cu_seqlens)
+    packing = None
+    if cu_seqlens is not None:
+        packing = checks.make_packing(cu_seqlens, q, config, max_seqlen=max_seqlen, validate=validate)
+    if validate and block_indices is not None:
+        checks.check_block_order(block_indices)
+    found = attend(
+        AttentionInputs(q, k_selected=k, v_selected=v), spec, packing=packing, backend=backend, scorer=chooser,
+        block_indices=block_indices, select=return_aux,
+    )  # fmt: skip
+    return _with_aux(found) if return_aux else found.out
+
+
+def _with_aux(found: Attended) -> tuple[Tensor, AttentionAux]:
+    return found.out, AttentionAux(found.block_indices, dict.fromkeys(found.branches, Route(*found.route)))
+
+
+def _chooser(
+    scorer: str, channels: Tensor | None, selector: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor
+) -> TokenScorer | None:
+    if scorer not in ("compressed", "own"):
+        raise ValueError(f"scorer={scorer!r} is unknown: pick one of compressed, own, or give a selector")
+    if scorer == "own":
+        if selector is not None:
+            raise ValueError('scorer="own" and selector were both given: pass one')
+        checks.check_tensors({"q": q, "k": k})
+        if channels is not None:
+            check_channels(channels, k.shape[2], k.shape[3])
+        return own_scorer(q, k, channels)
+    if channels is not None:
+        raise ValueError(f'score_channels was given, but scorer={scorer!r} does not read them: use scorer="own"')
+    return None if selector is None else TokenScorer(*selector)
+
+
+# ------------------------------------------------------------ one operator
+
+
+def attend(
+    inputs: AttentionInputs,
+    spec: AttentionSpec,
+    *,
+    packing: Packing | None = None,
+    backend: str = "auto",
+    scorer: TokenScorer | None = None,
+    block_indices: Tensor | None = None,
+    span: Span = WHOLE,
+    select: bool = False,
+    output: tuple[Tensor, Tensor | None] | None = None,
+) -> Attended:
+    """Attention of any form, as torch.compile traces it.
+
+    scorer  what scores the blocks, if single tokens do
+    span    q, gates and given block_indices hold a query range; k_selected and k_window hold at least the tokens their
+            branch reads; k_compressed and the packing are those of the whole sequence
+    select  select blocks even if no branch reads them here, or no query has to choose
+    output  (weight, bias) of the output projection: out is then the projected [B, T, dim], in q's dtype. Compiled, the
+            kernels recompute the gated sum in the backward pass instead of saving it
+    """
+    q, config = inputs.q, spec.blocks
+    if packing is not None and not isinstance(packing, Packing):
+        raise TypeError(f"packing is {type(packing).__name__}: expected a Packing, or pass cu_seqlens")
+    if spec.dense:
+        assert inputs.k_selected is not None
+        assert inputs.v_selected is not None
+        out = dense_attention(q, inputs.k_selected, inputs.v_selected, packing, span)
+        return Attended(out, None, spec.branches, dense_route(q, inputs.v_selected, packing, span))
+    beyond = spec.dense_below > config.selected_tokens
+    if beyond and span is not WHOLE:
+        raise ValueError(
+            f"dense_below={spec.dense_below} is more than select_count · select_block = "
+            f"{config.selected_tokens}, which a query range does not support: lower it, or pass whole sequences"
+        )
+    every = _every_query_reads_all(inputs, spec, packing, span) and block_indices is None
+    chooses = block_indices is None and (select or (spec.selects and not every))
+    given = _check(inputs, spec, packing, span, compressed=chooses and scorer is None and spec.gate is not None)
+    if block_indices is not None:
+        checks.check_block_indices(block_indices, q, given["k_selected"].shape[2], config)
+    route = choose_backend(backend, given, config, why_no_query_range(span, packing, spec.branches))
+    with without_autocast(q.device.type):
+        if chooses and scorer is not None:
+            check_selector(scorer, q, given["k_selected"])
+            own = backend if route[0] == "triton" else "reference"  # "auto": kernels may not take the scorer
+            block_indices = choose_blocks(*scorer, config=config, packing=packing, span=span, backend=own)
+        elif chooses and spec.gate is None:
+            keys = inputs.k_compressed
+            keys = pool_keys(given["k_selected"], config, packing) if keys is None else keys
+            block_indices = _select_by_keys(q, keys, config, packing, span, route[0])
+        if every:
+            k, v = given["k_selected"], given["v_selected"]
+            route = route if backend == "reference" else dense_route(q, v, packing)
+            return Attended(_dense(q, k, v, packing, backend), block_indices, ("dense",), route)
+        if not beyond:
+            out, block_indices = _run(inputs, spec, packing, span, block_indices, select, output, route[0])
+            return Attended(out, block_indices, spec.branches, route)
+        assert block_indices is not None
+        position = torch.arange(q.shape[1], device=q.device) if packing is None else packing.position
+        early = (position < spec.dense_below)[:, None, None]
+        # without blocks the output of a query is 0, and it costs nothing
+        later = torch.where(early, -1, block_indices)
+        sparse, _ = _run(inputs, spec, packing, span, later, False, None, route[0])
+        k, v = given["k_selected"], given["v_selected"]
+        out = torch.where(early, _dense_rows(q, k, v, packing, spec.dense_below, backend), sparse)
+        return Attended(out, block_indices, spec.branches, route)
+
+
+def _every_query_reads_all(inputs: AttentionInputs, spec: AttentionSpec, packing: Packing | None, span: Span) -> bool:
+    """Whether block-sparse attention is dense here: no query has more blocks than it selects."""
+    longest = inputs.q.shape[1] if packing is None else packing.max_seqlen
+    return spec.gate is None and spec.selects and span is WHOLE and longest <= spec.reads_all_below
+
+
+def _check(
+    inputs: AttentionInputs, spec: AttentionSpec, packing: Packing | None, span: Span, *, compressed: bool
+) -> dict[str, Tensor]:
+    """Check shapes, and return q, keys and values by name. compressed: blocks are chosen by compressed tokens, which
+    must be given, as for their branch."""
+    q, config = inputs.q, spec.blocks
+    if packing is not None and span is WHOLE:
+        checks.check_packing(packing, q, inputs.k_compressed if spec.gate else None, config)
+    # a gated call has all of them, also those of branches that it omits
+    named = spec.branches if spec.gate is None else BRANCHES
+    needed = {b for b in named if b != "compressed" or compressed or b in spec.branches}
+    tensors: dict[str, Any] = {"q": q}
+    for branch in named:
+        k, v = (getattr(inputs, f"{kind}_{branch}") for kind in "kv")
+        if branch in needed or k is not None:
+            tensors |= {f"k_{branch}": k, f"v_{branch}": v}
+    checks.check_tensors(tensors if spec.gate is None else tensors | {"gates": inputs.gates})
+    given = [branch for branch in named if f"k_{branch}" in tensors]
+    keys = {branch: tensors[f"k_{branch}"] for branch in given}
+    values = {branch: tensors[f"v_{branch}"] for branch in given}
+    for branch in given:
+        tokens: int | None = q.shape[1]
+        if branch == "compressed":
+            tokens = None if packing is not None else config.num_compressed(q.shape[1])
+        if span is not WHOLE:
+            tokens = None
+            if branch in spec.branches or branch == "compressed":
+                here = span.of_window if branch == "window" else span
+                checks.check_span(q, keys[branch], branch, here, config, packing)
+        checks.check_keys(q, keys[branch], values[branch], branch, tokens)
+    checks.check_same_groups(keys, values)
+    if spec.gate is not None:
+        assert inputs.gates is not None
+        checks.check_gates(inputs.gates, q)
+    return tensors
+
+
+def _run(
+    inputs: AttentionInputs, spec: AttentionSpec, packing: Packing | None, span: Span, block_indices: Tensor | None,
+    select: bool, output: tuple[Tensor, Tensor | None] | None, backend: str,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(out, block_indices) of the branches; blocks are selected by compressed tokens if none are given."""
+    if backend == "triton":
+        from tercet.attention import kernels
+
+        if spec.gate is None:  # compressed keys were only there to choose
+            inputs = inputs._replace(k_compressed=None, v_compressed=None)
+        layout = kernel_layout(inputs.q, packing, span, inputs.k_selected, inputs.k_window)
+        return kernels.attend(*inputs, spec.blocks, layout, spec.branches, block_indices, select, output)
+    if (buckets := document_buckets(packing, span)) is not None:
+        out, block_indices = _reference_by_buckets(inputs, spec, buckets, block_indices, select)
+    else:
+        out, block_indices = _reference(inputs, spec, packing, block_indices, span, select)
+    if output is not None:
+        weight, bias = output
+        out = F.linear(out.flatten(2), weight.to(out.dtype), None if bias is None else bias.to(out.dtype))
+    return out, block_indices
+
+
+# ------------------------------------------------------------ the reference backend
+
+
+def _reference(
+    inputs: AttentionInputs, spec: AttentionSpec, packing: Packing | None, block_indices: Tensor | None, span: Span,
+    select: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    q, config = inputs.q, spec.blocks
+    outs: dict[str, Tensor] = {}
+    want_indices = block_indices is None and (select or spec.selects)
+    if "compressed" in spec.branches or want_indices:
+        assert inputs.k_compressed is not None
+        assert inputs.v_compressed is not None
+        out, indices, _ = reference.compressed_attention(
+            q, inputs.k_compressed, inputs.v_compressed, config, packing, want_indices=want_indices, span=span
+        )
+        if "compressed" in spec.branches:
+            outs["compressed"] = out
+        if indices is not None:
+            block_indices = keep_selection(indices)
+    if spec.selects:
+        assert inputs.k_selected is not None
+        assert inputs.v_selected is not None
+        assert block_indices is not None
+        outs["selected"] = reference.selected_attention(
+            q, inputs.k_selected, inputs.v_selected, block_indices, config, packing, span
+        )
+    if "window" in spec.branches:
+        assert inputs.k_window is not None
+        assert inputs.v_window is not None
+        outs["window"] = reference.window_attention(
+            q, inputs.k_window, inputs.v_window, config, packing, span.of_window
+        )
+    if inputs.gates is None:
+        return outs[spec.branches[0]], block_indices
+    return reference.combine(inputs.gates, outs).to(q.dtype), block_indices
+
+
+def _reference_by_buckets(
+    inputs: AttentionInputs, spec: AttentionSpec, buckets: Buckets, block_indices: Tensor | None, select: bool
+) -> tuple[Tensor, Tensor | None]:
+    outs, selections = [], []
+    for bucket in buckets.buckets:
+        rows = inputs._replace(k_compressed=None, v_compressed=None).map(bucket.rows)
+        if spec.gate is not None and inputs.k_compressed is not None and inputs.v_compressed is not None:
+            kc, vc = map(bucket.compressed_rows, (inputs.k_compressed, inputs.v_compressed))
+            rows = rows._replace(k_compressed=kc, v_compressed=vc)
+        given = None if block_indices is None else bucket.rows(block_indices)
+        out, indices = _reference(rows, spec, None, given, WHOLE, select)
+        outs.append(out)
+        if indices is not None:
+            selections.append(indices)
+    if block_indices is None and selections:
+        block_indices = buckets.unpack(selections)
+    return buckets.unpack(outs), block_indices
+
+
+# ------------------------------------------------------------ blocks chosen by means of keys
+
+
+def select_by_keys(
+    q: Tensor, keys: Tensor, *, config: NSAConfig, packing: Packing | None, backend: str, span: Span
+) -> Tensor:
+    """block_indices of queries q by the scores of `keys`, one per compressed token of the whole sequence."""
+    route = choose_backend(backend, {"q": q, "k_selected": keys, "v_selected": keys}, config)
+    with without_autocast(q.device.type):
+        return _select_by_keys(q, keys, config, packing, span, route[0])
+
+
+def _select_by_keys(
+    q: Tensor, keys: Tensor, config: NSAConfig, packing: Packing | None, span: Span, backend: str
+) -> Tensor:
+    """Steps 2 to 5 of docs/nsa.md."""
+    q, keys = q.detach(), keys.detach()
+    if backend == "triton":
+        from tercet.attention import kernels
+
+        return kernels.select_by_keys(q, keys, config, kernel_layout(q, packing, span))
+
+    def select(q: Tensor, keys: Tensor, packing: Packing | None = None, span: Span = WHOLE) -> Tensor:
+        _, indices, _ = reference.compressed_attention(q, keys, keys[..., :0], config, packing, span=span)
+        assert indices is not None
+        return indices
+
+    if (buckets := document_buckets(packing, span)) is not None:
+        found = [select(bucket.rows(q), bucket.compressed_rows(keys)) for bucket in buckets.buckets]
+        return keep_selection(buckets.unpack(found))
+    return keep_selection(select(q, keys, packing, span))
+
+
+def pool_keys(k: Tensor, config: NSAConfig, packing: Packing | None = None) -> Tensor:
+    """Means of the l keys of every compressed token, without a gradient. [B, T, G, D] -> [B, Tc, G, D]"""
+    l, d = config.compress_block, config.compress_stride
+    k = k.detach()
+    if k.shape[1] < l:
+        return k.new_zeros(k.shape[0], 0 if packing is None else packing.compressed_length, *k.shape[2:])
+    if packing is None:
+        chunks = k[:, : k.shape[1] // d * d].unflatten(1, (-1, d))
+    else:
+        chunks = move_rows(k[0], packing.tokens_to_chunks).unflatten(0, (-1, d))[None]
+    sums = chunks.sum(2, dtype=compute_dtype(k))
+    places, count = l // d, chunks.shape[1] - l // d + 1
+    total = sums[:, :count]
+    for place in range(1, places):
+        total = total + sums[:, place : place + count]
+    means = (total / l).to(k.dtype)
+    return means if packing is None else move_rows(means[0], packing.chunks_to_compressed)[None]
+
+
+# ------------------------------------------------------------ queries that read every key
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, backend: str) -> Tensor:
+    return (masked_attention if backend == "reference" else dense_attention)(q, k, v, packing)
+
+
+def _dense_rows(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, dense_below: int, backend: str) -> Tensor:
+    """Dense attention of the queries at positions below dense_below; 0 for the others. [B, T, H, Dv]"""
+    if packing is None:
+        dense_below = min(dense_below, q.shape[1])
+        first = _dense(q[:, :dense_below], k[:, :dense_below], v[:, :dense_below], None, backend)
+        return F.pad(first, (0, 0, 0, 0, 0, q.shape[1] - dense_below))
+    rows, first_tokens = packing.first_tokens(dense_below)
+    own_q, own_k, own_v = (move_rows(x[0], rows)[None] for x in (q, k, v))
+    first = _dense(own_q, own_k, own_v, first_tokens, backend)
+    back = RowMap(rows.inverse, rows.inverse_valid, rows.source, rows.valid)
+    return move_rows(first[0], back)[None]

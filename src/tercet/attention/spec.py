@@ -1,0 +1,112 @@
+"""AttentionSpec: a form of attention as a value. Does not import torch.
+
+NSA, two-branch, block-sparse, window and dense attention are values of it; everything that depends on the form asks it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tercet.attention.config import BRANCHES, NSAConfig, check_branches
+
+SCORERS = ("compressed", "own", "learned")
+"""What chooses blocks: compressed tokens (or means of keys, without a gate), the model's own queries and keys, or
+learned projections."""
+TOKEN_SCORERS = ("own", "learned")
+"""Scorers that read the queries and keys of single tokens."""
+GATES = ("sigmoid", "softmax")
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Which branches a layer has, what mixes them, what chooses blocks, and which keys and values it projects."""
+
+    blocks: NSAConfig = field(default_factory=NSAConfig)
+    branches: tuple[str, ...] = BRANCHES
+    """Some of compressed, selected and window, in this order; or dense alone."""
+    gate: str | None = "sigmoid"
+    """sigmoid or softmax over the branches. None: one branch as it is, and a dense layer's parameters."""
+    scorer: str = "compressed"
+    compression: str = "mlp"
+    shared_kv: bool = False
+    """One set of keys and values for all branches."""
+    compress_selected_keys: bool = False
+    dense_below: int = 0
+    """Without a gate: queries at positions below this read everything."""
+
+    def __post_init__(self) -> None:
+        if self.gate is not None and self.gate not in GATES:
+            raise ValueError(
+                f"gate={self.gate!r} is unknown: pick one of {', '.join(GATES)}, or use BlockSparseAttention"
+            )
+        if self.scorer not in SCORERS:
+            raise ValueError(f"selector={self.scorer!r} is unknown: pick one of {', '.join(SCORERS)}")
+        if self.dense:
+            return
+        if not isinstance(self.blocks, NSAConfig):
+            raise TypeError(f"config is {type(self.blocks).__name__}: it must be a tercet.NSAConfig")
+        object.__setattr__(self, "branches", check_branches(self.branches))
+        if not isinstance(self.dense_below, int) or isinstance(self.dense_below, bool) or self.dense_below < 0:
+            raise ValueError(f"dense_below={self.dense_below!r} must be an integer of at least 0")
+
+        own_keys = not self.compresses or self.shared_kv  # which others the compressed branch would have is moot
+        object.__setattr__(self, "compress_selected_keys", self.compress_selected_keys and not own_keys)
+
+    @property
+    def dense(self) -> bool:
+        return self.branches == ("dense",)
+
+    @property
+    def kind(self) -> str:
+        """As model.attention names it."""
+        if self.gate is not None or "selected" in self.branches:
+            return "nsa"
+        return self.branches[0]
+
+    @property
+    def selects(self) -> bool:
+        return "selected" in self.branches
+
+    @property
+    def sparse(self) -> bool:
+        """Whether there are gates or blocks, which statistics count."""
+        return self.kind == "nsa"
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the layer has compressed tokens: for their branch, or for the choice of blocks."""
+        return self.gate is not None and (
+            "compressed" in self.branches or (self.selects and self.scorer == "compressed")
+        )
+
+    @property
+    def pools(self) -> bool:
+        """Whether blocks are chosen by means of the keys that are read."""
+        return self.gate is None and self.selects and self.scorer == "compressed"
+
+    @property
+    def kv_sets(self) -> tuple[int, int]:
+        """Sets of keys and of values that a layer projects."""
+        if self.gate is None or self.shared_kv:
+            return 1, 1
+        return (3 - self.compress_selected_keys, 3) if self.compresses else (2, 2)
+
+    @property
+    def reads_all_below(self) -> int:
+        """Queries at positions below this read every token up to their own; without a gate."""
+        return max(self.dense_below, self.blocks.selected_tokens)
+
+
+def block_sparse(blocks: NSAConfig, scorer: str = "compressed", dense_below: int = 0) -> AttentionSpec:
+    """The selected branch alone."""
+    return AttentionSpec(
+        blocks, ("selected",), None, scorer, compression="mean", shared_kv=True, dense_below=dense_below
+    )
+
+
+def window(blocks: NSAConfig) -> AttentionSpec:
+    """The window branch alone."""
+    return AttentionSpec(blocks, ("window",), None, compression="mean")
+
+
+DENSE = AttentionSpec(branches=("dense",), gate=None, compression="mean", shared_kv=True)
