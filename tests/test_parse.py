@@ -13,7 +13,7 @@ from tercet.config.data import DataConfig
 from tercet.config.load import load, read_toml
 from tercet.data import shards
 from tercet.data.prepare import prepare
-from tercet.data.records import jsonl_reader, parquet_reader
+from tercet.data.records import RecordFormat, jsonl_reader, parquet_reader
 from tercet.data.sources import open_stream
 from tercet.data.tokenizers import load_tokenizer
 from tercet.errors import TercetError
@@ -48,7 +48,7 @@ def test_json_files(read, value, tmp_path):
 def test_json_lines(value, tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_text(f'{{"text": "a"}}\n{{"text": {value}}}\n{{"text": "b"}}\n')
-    first, bad, last = (record for _, record in jsonl_reader("text", "")(path, 0))
+    first, bad, last = (record for _, record in jsonl_reader(RecordFormat())(path, 0))
     assert (first.text, last.text) == (b"a", b"b")
     assert "is not JSON" in str(bad)
 
@@ -128,7 +128,7 @@ def test_text_of_parquet_that_is_not_utf_8(tmp_path):
 
     text = arrow.array([b"a", b"b\xff", b"c"]).cast(arrow.binary()).view(arrow.string())
     arrow.parquet.write_table(arrow.table({"text": text}), tmp_path / "a.parquet")
-    first, bad, last = (record for _, record in parquet_reader("text", "")(tmp_path / "a.parquet", 0))
+    first, bad, last = (record for _, record in parquet_reader(RecordFormat())(tmp_path / "a.parquet", 0))
     assert (first.text, last.text) == (b"a", b"c")
     assert "record 2" in str(bad)
     assert "is not UTF-8" in str(bad)

@@ -167,7 +167,7 @@ def test_an_io_error_that_stays_is_fatal_and_not_a_bad_record(tmp_path, monkeypa
         read(config("jsonl", tmp_path, bad_records="skip"))
     assert waits == [1, 2, 4, 8]
     with pytest.raises(FileNotFoundError):  # raised by the reader, so retried too
-        next(records.parquet_reader("text", "")(tmp_path / "missing.parquet", 0))
+        next(records.parquet_reader(records.RecordFormat())(tmp_path / "missing.parquet", 0))
 
 
 @pytest.mark.parametrize(("kind", "fix"), [(PermissionError, "change the permissions"), (IsADirectoryError, "make it")])
@@ -279,7 +279,7 @@ def test_repeated_values_of_a_parquet_file_are_not_written_out(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": shared}), path, compression="zstd", dictionary_pagesize_limit=1 << 30)
     before = pa.total_allocated_bytes()
-    rows = records.parquet_reader("text", "")(path, 0)
+    rows = records.parquet_reader(records.RecordFormat())(path, 0)
     assert len(next(rows)[1].text) == 1 << 20
     assert pa.total_allocated_bytes() - before < 16 << 20
     assert sum(1 for _ in rows) == 299

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tercet.data.stream import DataError, DataUsageError, first_line
+from tercet.data.stream import BadValueError, DataError, DataUsageError, first_line
 from tercet.parse import parse_json
 
 Spans = tuple[tuple[int, int], ...]  # ranges of characters
@@ -29,7 +29,7 @@ _RENDERING = threading.Lock()  # the library keeps the state of a rendering in i
 _ANSWER = "Tercet's answer"
 
 
-class ChatError(Exception):
+class ChatError(BadValueError):
     """A conversation that cannot be rendered. The message says why: `its ...`."""
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from tercet.data.files import FileSet, find_files
 from tercet.data.order import permutation
-from tercet.data.records import Record, make_record
-from tercet.data.stream import BadRecordError, DataError, DataUsageError, first_line
+from tercet.data.records import Record, RecordFormat
+from tercet.data.stream import BadRecordError, BadValueError, DataError, DataUsageError, first_line
 
 # The libraries retry a request for up to six minutes and log every attempt. So Tercet first sends one short request
 # without retries, and attaches what the libraries log to the error it leads to (shown with --debug).
@@ -90,9 +90,10 @@ class HubRecordIterator:
         except Exception as error:
             raise self._stream_error(error) from error
         self._read, self._reopened = self._read + 1, None
-        text = row.get(self._text_field)
-        # last_record() copies the library's whole state, so call it only when an error needs it.
-        return make_record(text, None, "", *(("", 0) if isinstance(text, str) else self.last_record()))
+        try:
+            return RecordFormat().record(row.get(self._text_field))
+        except BadValueError as error:
+            return BadRecordError(*self.last_record(), str(error))
 
     def position(self) -> dict[str, Any]:
         batch = {"batch": self._batch} if self._batch else {}

@@ -15,11 +15,12 @@ import shlex
 import tokenize
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from tercet.data.chat import ChatError, ChatReader, Spans
-from tercet.data.stream import BadRecordError, DataError, first_line
+from tercet.data.chat import ChatReader, Spans
+from tercet.data.stream import BadRecordError, BadValueError, DataError, first_line
 from tercet.parse import parse_json
 
 
@@ -111,6 +112,119 @@ def _raise_io_error(error: Exception) -> None:
         raise error
 
 
+@dataclass(frozen=True)
+class RecordFormat:
+    """How to make a record of a JSON line or a parquet row."""
+
+    text_field: str = "text"
+    prompt_field: str = ""
+    max_mib: int = 16
+    chat: ChatReader | None = None  # None refuses messages
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.text_field] + ([self.prompt_field] if self.prompt_field else [])
+
+    def record(self, text: Any, prompt: Any = None, tools: Any = None) -> Record:
+        """A record from parsed values. Raises BadValueError if they are neither text nor, with `chat`, messages."""
+        if self.prompt_field and prompt is None:
+            raise BadValueError(f"its {self.prompt_field} is missing")
+        try:
+            if self.chat is not None and (conversation := self.chat.read(text, prompt, tools)) is not None:
+                rendered, learned, messages = conversation
+                return Record(rendered.encode(), learned=learned, messages=messages.encode())
+            for name, value in (("text", text), (self.prompt_field, prompt)):
+                if name and not isinstance(value, str):
+                    raise BadValueError(f"its {name} is {type(value).__name__}, not a string")
+            return Record(text.encode(), prompt.encode() if self.prompt_field else None)
+        except UnicodeEncodeError as error:  # a lone surrogate, which JSON escapes can express
+            raise BadValueError(f"its text is not Unicode ({error.reason} at {error.start})") from None
+
+    def from_json(self, line: bytes) -> Record:
+        try:
+            value = parse_json(line)
+        except ValueError as error:  # broken JSON, or not UTF-8
+            raise BadValueError(f"is not JSON ({error})") from None
+        if not isinstance(value, dict):
+            raise BadValueError(f"is a JSON {type(value).__name__}, not an object")
+        for field in self.columns:
+            if field not in value:
+                texts = [name for name, text in value.items() if isinstance(text, str) and name != self.prompt_field]
+                longest = max(texts, key=lambda name: len(value[name]), default=None)
+                fix = self._other_field(field, "messages" if "messages" in value else longest)
+                names = ", ".join(value) or "none"
+                names = names if len(names) <= 200 else f"{names[:200]} …"
+                raise BadValueError(f"has no field {field!r} (it has {names})", fix)
+        return self.record(*(value[field] for field in self.columns), tools=value.get(TOOLS))
+
+    def from_row(self, cells: tuple[Any, ...]) -> Record:
+        """cells: of `columns`, and of TOOLS if there are any."""
+        for cell in cells:
+            text = getattr(cell, "value", None) if cell.is_valid else None  # messages and tools have none
+            buffer = text.as_buffer() if hasattr(text, "as_buffer") else None  # type: ignore[union-attr]
+            if buffer is not None and buffer.size > self.max_mib << 20:
+                raise _too_long(self.max_mib)
+        try:
+            values = [_without_nulls(cell.as_py()) for cell in cells]
+        except UnicodeDecodeError as error:
+            raise _not_utf8(error) from None
+        tools = values.pop() if len(values) > len(self.columns) else None
+        return self.record(*values, tools=tools)
+
+    def check_columns(self, schema: Any) -> None:
+        """Raise BadValueError if a column is missing, or is neither text nor, with `chat`, messages."""
+        for column in self.columns:
+            if column not in schema.names:
+                texts = (
+                    field.name for field in schema if field.name != self.prompt_field and "string" in str(field.type)
+                )
+                fix = self._other_field(column, next(texts, None))
+                raise BadValueError(f"has no column {column!r} (it has {', '.join(schema.names)})", fix)
+            if schema.names.count(column) > 1:
+                raise BadValueError(f"has two columns {column!r}", "rename one")
+            kind = str(schema.field(column).type)
+            messages = self.chat is not None and kind.startswith(("list<", "large_list<"))
+            nested = kind.startswith(("list", "large_list", "fixed_size_list", "struct", "map"))
+            if not messages and ("string" not in kind or nested):
+                raise BadValueError(f"its column {column!r} is {kind}, not text")
+
+    def _other_field(self, missing: str, other: str | None) -> str:
+        """The fix for a missing field: read another one."""
+        if missing != self.text_field or not other or len(other) > 100:
+            return "fix it"
+        return f"read {other} with --data.text_field {shlex.quote(other)}"
+
+
+def _without_nulls(value: Any) -> Any:
+    """A row's value without the keys that only other rows have."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return value
+
+
+def _too_long(max_mib: int) -> BadValueError:
+    return BadValueError(
+        f"is longer than data.max_record_mib={max_mib} allows", "split it, or raise --data.max_record_mib"
+    )
+
+
+def _not_utf8(error: UnicodeDecodeError) -> BadValueError:
+    return BadValueError(f"is not UTF-8 ({error.reason} at byte {error.start})")
+
+
+def _bad(path: Path, where: int | str, error: BadValueError) -> BadRecordError:
+    return BadRecordError(str(path), where, str(error), error.fix)
+
+
+def _parse(path: Path, where: int | str, make: Callable[[Any], Record], value: Any) -> Record | BadRecordError:
+    try:
+        return make(value)
+    except BadValueError as error:
+        return _bad(path, where, error)
+
+
 def text_reader(separator: str, max_mib: int = 16) -> Reader:
     """One document per file, or several split at `separator`. One over max_mib continues as another document."""
 
@@ -118,9 +232,18 @@ def text_reader(separator: str, max_mib: int = 16) -> Reader:
         with open_binary(path) as file:
             for index, text in enumerate(_documents(file, separator.encode(), max_mib << 20), 1):
                 if index > start:
-                    yield index, _text_record(text, path, index if separator or index > 1 else "")
+                    yield index, _parse(path, index if separator or index > 1 else "", _from_text, text)
 
     return read
+
+
+def _from_text(text: bytes) -> Record:
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        utf16 = text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        raise BadValueError("is UTF-16, not UTF-8") if utf16 else _not_utf8(error) from None
+    return Record(text)
 
 
 def _documents(file: IO[bytes], separator: bytes, limit: int) -> Iterator[bytes]:
@@ -162,7 +285,7 @@ def python_reader(max_mib: int = 16) -> Reader:
         with open(path, "rb") as file:
             data = file.read((max_mib << 20) + 1)
         if len(data) > max_mib << 20:
-            yield 1, _too_long(path, "", max_mib)
+            yield 1, _bad(path, "", _too_long(max_mib))
             return
         try:
             encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
@@ -175,54 +298,51 @@ def python_reader(max_mib: int = 16) -> Reader:
     return read
 
 
-def _too_long(path: Path, index: int | str, max_mib: int) -> BadRecordError:
-    reason = f"is longer than data.max_record_mib={max_mib} allows"
-    return BadRecordError(str(path), index, reason, "split it, or raise --data.max_record_mib")
-
-
-def jsonl_reader(text_field: str, prompt_field: str, max_mib: int = 16, chat: ChatReader | None = None) -> Reader:
-    """One document per line; blank lines are ignored. chat: None to refuse messages."""
+def jsonl_reader(record_format: RecordFormat) -> Reader:
+    """One document per line; blank lines are ignored."""
+    limit = record_format.max_mib << 20
 
     def read(path: Path, start: int) -> Iterator[Read]:
         index = 0
         with open_binary(path) as file:
-            while line := file.readline((max_mib << 20) + 1):
+            while line := file.readline(limit + 1):
                 index += 1
-                whole = len(line) <= max_mib << 20
+                whole = len(line) <= limit
                 while not line.endswith(b"\n") and (more := file.readline(1 << 20)):  # the rest of a long line
                     line = more
                 if index <= start or (whole and line.isspace()):
                     continue
                 if whole:
-                    yield index, _json_record(line, text_field, prompt_field, path, index, chat)
+                    yield index, _parse(path, index, record_format.from_json, line)
                 else:
-                    yield index, _too_long(path, index, max_mib)
+                    yield index, _bad(path, index, _too_long(record_format.max_mib))
 
     return read
 
 
-def parquet_reader(text_field: str, prompt_field: str, max_mib: int = 16, chat: ChatReader | None = None) -> Reader:
-    """One document per row. chat: None to refuse messages."""
-    columns = [text_field] + ([prompt_field] if prompt_field else [])
+def parquet_reader(record_format: RecordFormat) -> Reader:
+    """One document per row."""
+    columns, max_mib = record_format.columns, record_format.max_mib
 
     def read(path: Path, start: int) -> Iterator[Read]:
         arrow = import_pyarrow(path)
         index = 0
         try:
             metadata = arrow.parquet.read_metadata(path)
-            if bad := _bad_column(columns, metadata.schema.to_arrow_schema(), text_field, prompt_field, path, chat):
-                yield 1, bad
-                return
+            record_format.check_columns(metadata.schema.to_arrow_schema())
             # Values that repeat stay indices into a dictionary: written out they may take any amount of memory.
             texts = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
             texts = [column for column in columns if column in texts]  # not messages
             file = arrow.parquet.ParquetFile(path, metadata=metadata, read_dictionary=texts, buffer_size=1 << 20)
+        except BadValueError as error:
+            yield 1, _bad(path, "", error)
+            return
         except (OSError, ValueError, arrow.ArrowException) as error:
             _raise_io_error(error)
             yield 1, BadRecordError(str(path), "", f"is not a readable parquet file ({first_line(error)})")
             return
         with file:
-            optional = [TOOLS] if chat is not None and TOOLS in file.schema_arrow.names else []
+            tools = [TOOLS] if record_format.chat is not None and TOOLS in file.schema_arrow.names else []
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
                 if index + rows <= start:
@@ -231,16 +351,16 @@ def parquet_reader(text_field: str, prompt_field: str, max_mib: int = 16, chat: 
                 size = _group_size(file.metadata.row_group(group), columns, path)
                 if size > max(MIN_DECOMPRESSED, rows * len(columns) * max_mib << 20):
                     for row in range(max(index, start) + 1, index + rows + 1):  # the mean row is too long
-                        yield row, _too_long(path, row, max_mib)
+                        yield row, _bad(path, row, _too_long(max_mib))
                     index += rows
                     continue
                 at_once = max(1, min(256, rows * BATCH_BYTES // max(1, size)))
                 try:
-                    for batch in file.iter_batches(batch_size=at_once, row_groups=[group], columns=columns + optional):
-                        for cells in zip(*(batch[name] for name in columns + optional), strict=True):
+                    for batch in file.iter_batches(batch_size=at_once, row_groups=[group], columns=columns + tools):
+                        for cells in zip(*(batch[name] for name in columns + tools), strict=True):
                             index += 1
                             if index > start:
-                                yield index, _row(cells, prompt_field, path, index, max_mib, chat)
+                                yield index, _parse(path, index, record_format.from_row, cells)
                 except (OSError, arrow.ArrowException) as error:
                     _raise_io_error(error)
                     yield index + 1, BadRecordError(str(path), index + 1, f"cannot be read ({first_line(error)})")
@@ -258,123 +378,3 @@ def _group_size(group: Any, columns: list[str], path: Path) -> int:
     if size > max(MIN_DECOMPRESSED, MAX_RATIO * sum(chunk.total_compressed_size for chunk in chunks)):
         raise DataError(f"{path} decompresses to more than {MAX_RATIO} times its size: write it again, less compressed")
     return size
-
-
-def _row(
-    cells: tuple[Any, ...], prompt_field: str, path: Path, index: int, max_mib: int, chat: ChatReader | None
-) -> Record | BadRecordError:
-    values: list[Any] = []
-    for cell in cells:
-        text: Any = getattr(cell, "value", None) if cell.is_valid else None  # messages and tools have none
-        buffer = text.as_buffer() if hasattr(text, "as_buffer") else None
-        if buffer is not None and buffer.size > max_mib << 20:
-            return _too_long(path, index, max_mib)
-        try:
-            values.append(_without_nulls(cell.as_py()))
-        except UnicodeDecodeError as error:
-            values.append(error)
-    text, prompt, tools = values.pop(0), values.pop(0) if prompt_field else None, values.pop() if values else None
-    return make_record(text, prompt, prompt_field, str(path), index, chat, tools)
-
-
-def _without_nulls(value: Any) -> Any:
-    """A row's value without the keys that only other rows have."""
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return value
-
-
-def _bad_column(
-    columns: list[str], schema: Any, text_field: str, prompt_field: str, path: Path, chat: ChatReader | None
-) -> BadRecordError | None:
-    """The error that a column is missing, or is neither text nor, with `chat`, messages."""
-    for column in columns:
-        if column not in schema.names:
-            texts = (field.name for field in schema if field.name != prompt_field and "string" in str(field.type))
-            fix = _read_field(column == text_field, next(texts, None))
-            return BadRecordError(str(path), "", f"has no column {column!r} (it has {', '.join(schema.names)})", fix)
-        if schema.names.count(column) > 1:
-            return BadRecordError(str(path), "", f"has two columns {column!r}", "rename one")
-        kind = str(schema.field(column).type)
-        messages = chat is not None and kind.startswith(("list<", "large_list<"))
-        if not messages and (
-            "string" not in kind or kind.startswith(("list", "large_list", "fixed_size_list", "struct", "map"))
-        ):
-            return BadRecordError(str(path), "", f"its column {column!r} is {kind}, not text")
-    return None
-
-
-def _json_record(
-    line: bytes, text_field: str, prompt_field: str, path: Path, index: int, chat: ChatReader | None
-) -> Record | BadRecordError:
-    try:
-        value = parse_json(line)
-    except ValueError as error:  # broken JSON, or not UTF-8
-        return BadRecordError(str(path), index, f"is not JSON ({error})")
-    if not isinstance(value, dict):
-        return BadRecordError(str(path), index, f"is a JSON {type(value).__name__}, not an object")
-    for field in (text_field, prompt_field):
-        if field and field not in value:
-            texts = [name for name, text in value.items() if isinstance(text, str) and name != prompt_field]
-            other = max(texts, key=lambda name: len(value[name]), default=None)
-            fix = _read_field(field == text_field, "messages" if "messages" in value else other)
-            names = ", ".join(value) or "none"
-            names = names if len(names) <= 200 else f"{names[:200]} …"
-            return BadRecordError(str(path), index, f"has no field {field!r} (it has {names})", fix)
-    prompt = value[prompt_field] if prompt_field else None
-    return make_record(value[text_field], prompt, prompt_field, str(path), index, chat, value.get(TOOLS))
-
-
-def _read_field(is_text: bool, other: str | None) -> str:
-    """How to read another field of text instead of one that is missing."""
-    named = is_text and other and len(other) <= 100
-    return f"read {other} with --data.text_field {shlex.quote(other)}" if named and other else "fix it"
-
-
-def make_record(
-    text: object,
-    prompt: object,
-    prompt_field: str,
-    file: str,
-    index: int,
-    chat: ChatReader | None = None,
-    tools: object = None,
-) -> Record | BadRecordError:
-    """A record from parsed values, or the error if they are neither text nor, with `chat`, messages."""
-    for value in (text, prompt):
-        if isinstance(value, UnicodeDecodeError):
-            return BadRecordError(file, index, f"is not UTF-8 ({value.reason} at byte {value.start})")
-    if prompt_field and prompt is None:
-        return BadRecordError(file, index, f"its {prompt_field} is missing")
-    try:
-        if chat is not None and (found := chat.read(text, prompt, tools)) is not None:
-            rendered, learned, messages = found
-            return Record(rendered.encode(), learned=learned, messages=messages.encode())
-    except ChatError as error:
-        return BadRecordError(file, index, str(error))
-    except UnicodeEncodeError as error:
-        return _not_unicode(file, index, error)
-    if not isinstance(text, str):
-        return BadRecordError(file, index, f"its text is {type(text).__name__}, not a string")
-    if prompt_field and not isinstance(prompt, str):
-        return BadRecordError(file, index, f"its {prompt_field} is {type(prompt).__name__}, not a string")
-    try:
-        return Record(text.encode(), prompt.encode() if isinstance(prompt, str) else None)
-    except UnicodeEncodeError as error:  # a lone surrogate, which JSON escapes can express
-        return _not_unicode(file, index, error)
-
-
-def _not_unicode(file: str, index: int, error: UnicodeEncodeError) -> BadRecordError:
-    return BadRecordError(file, index, f"its text is not Unicode ({error.reason} at {error.start})")
-
-
-def _text_record(text: bytes, path: Path, index: int | str) -> Record | BadRecordError:
-    try:
-        text.decode()
-    except UnicodeDecodeError as error:
-        if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            return BadRecordError(str(path), index, "is UTF-16, not UTF-8")
-        return BadRecordError(str(path), index, f"is not UTF-8 ({error.reason} at byte {error.start})")
-    return Record(text)

@@ -12,7 +12,7 @@ from tercet.data.chat import ChatReader
 from tercet.data.exercises import ExerciseStream
 from tercet.data.files import FileRecords, find_files, python_files
 from tercet.data.order import document_hash, key
-from tercet.data.records import jsonl_reader, parquet_reader, python_reader, text_reader
+from tercet.data.records import RecordFormat, jsonl_reader, parquet_reader, python_reader, text_reader
 from tercet.data.shards import ShardStream
 from tercet.data.stream import Cursor, DataUsageError, Documents, DocumentStream, ReadOptions, SourceNotes, Split
 from tercet.data.synthetic import SyntheticStream
@@ -50,14 +50,13 @@ def record_source(part: SourceConfig, *, seed: int, shuffle: bool, tokenizer: To
             part.hub_dataset, part.hub_folder, part.hub_revision, part.text_field, seed=seed, shuffle=shuffle
         )
     files = find_files(part.path, part.source)
-    chat = ChatReader(tokenizer.name, tokenizer.chat, part.loss_on == "assistant") if tokenizer else None
     if part.source == "text":
-        reader, one_per_file = text_reader(part.separator, part.max_record_mib), not part.separator
-    elif part.source == "jsonl":
-        reader, one_per_file = jsonl_reader(part.text_field, part.prompt_field, part.max_record_mib, chat), False
-    else:
-        reader, one_per_file = parquet_reader(part.text_field, part.prompt_field, part.max_record_mib, chat), False
-    return FileRecords(files, reader, seed=seed, shuffle=shuffle, one_per_file=one_per_file)
+        reader = text_reader(part.separator, part.max_record_mib)
+        return FileRecords(files, reader, seed=seed, shuffle=shuffle, one_per_file=not part.separator)
+    chat = ChatReader(tokenizer.name, tokenizer.chat, part.loss_on == "assistant") if tokenizer else None
+    record_format = RecordFormat(part.text_field, part.prompt_field, part.max_record_mib, chat)
+    reader = (jsonl_reader if part.source == "jsonl" else parquet_reader)(record_format)
+    return FileRecords(files, reader, seed=seed, shuffle=shuffle, one_per_file=False)
 
 
 def encoding_facts(part: SourceConfig, tokenizer: Tokenizer) -> dict[str, Any]:

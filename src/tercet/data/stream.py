@@ -120,6 +120,14 @@ class BadRecordError(DataError):
         super().__init__(f"{self.summary}: {fix}, or skip and count such records with --data.bad_records skip")
 
 
+class BadValueError(Exception):
+    """Why a record cannot be used, without its place: `its text is ...`."""
+
+    def __init__(self, reason: str, fix: str = "fix it") -> None:
+        super().__init__(reason)
+        self.fix = fix
+
+
 def first_line(error: BaseException) -> str:
     """The first line of a library's error message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
