@@ -16,11 +16,19 @@ from tercet.config.data import DataConfig
 from tercet.config.load import ConfigError, load
 from tercet.data.exercises import ExerciseStream, ExerciseWriter, write_lines
 from tercet.data.inspect import describe
-from tercet.data.retrieval import HELD_OUT_WORDS, MODULUS, REMAINDER, TRAINING_WORDS, Draws
+from tercet.data.retrieval import (
+    HELD_OUT_WORDINGS,
+    HELD_OUT_WORDS,
+    MODULUS,
+    REMAINDER,
+    TRAINING_WORDINGS,
+    TRAINING_WORDS,
+    Draws,
+    Pair,
+)
 from tercet.data.sources import open_stream
 from tercet.data.stream import DataError, Document
 from tercet.data.tokenizers import ByteTokenizer, load_tokenizer
-from tercet.data.wordings import HELD_OUT_WORDINGS, TRAINING_WORDINGS, Pair
 
 KINDS = ["jsonl", "shards", "text"]
 

@@ -20,7 +20,7 @@ from tercet.cli import main
 from tercet.config.data import DataConfig
 from tercet.data import commands
 from tercet.data.loader import build_loader
-from tercet.data.prepare import _difference, prepare
+from tercet.data.prepare import prepare
 from tercet.data.shards import verify
 from tercet.data.stream import BadRecordError, DataError, DataUsageError
 
@@ -277,18 +277,12 @@ def test_a_folder_started_with_another_source_names_the_difference(tmp_path, cor
         assert f"was started with {difference}: choose another folder" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("was", "now", "difference"),
-    [
-        ({"a": 1}, {"a": 1, "b": None}, "no source.b, now source.b=None"),
-        ({"a": 1, "b": None}, {"a": 1}, "source.b=None, now no source.b"),
-        ({"a": {"b": 1}}, {"a": {"b": 2}}, "source.a.b=1, now source.a.b=2"),
-        ({"a": 1}, None, "source={'a': 1}, now source=None"),
-    ],
-    ids=str,
-)
-def test_a_missing_key_differs_from_none(was, now, difference):
-    assert _difference("source", was, now) == difference
+def test_a_missing_key_of_a_plan_differs_from_none(source, tmp_path):
+    prepare(source, tmp_path, workers=1)
+    plan = json.loads((tmp_path / "prepare.json").read_text())
+    (tmp_path / "prepare.json").write_text(json.dumps(plan | {"tokenizer": plan["tokenizer"] | {"new": None}}))
+    with pytest.raises(DataUsageError, match=r"started with tokenizer\.new=None, now no tokenizer\.new"):
+        prepare(source, tmp_path, workers=1)
 
 
 def test_a_preparation_stopped_by_a_bad_record_continues_with_skip(tmp_path, small_chunks):

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 
 from inference.models import language_model, trained
 from tercet.cli import main
-from tercet.data.retrieval import HELD_OUT_WORDS, TRAINING_WORDS
+from tercet.data.retrieval import HELD_OUT_WORDINGS, HELD_OUT_WORDS, TRAINING_WORDS
 from tercet.data.tokenizers import load_tokenizer
-from tercet.data.wordings import HELD_OUT_WORDINGS
 from tercet.inference.plots import ruler_map
 from tercet.inference.ruler import SINGLE, TASKS, QuestionWriter, RulerResult, ask
 

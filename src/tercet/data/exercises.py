@@ -19,10 +19,9 @@ import numpy as np
 
 from tercet.config.data import SHORTEST_EXERCISE
 from tercet.data.order import key
-from tercet.data.retrieval import TRAINING_WORDS, VERSION, Draws
+from tercet.data.retrieval import TRAINING_WORDINGS, TRAINING_WORDS, VERSION, Draws, Pair, WordList
 from tercet.data.stream import Cursor, Document, Documents, DocumentStream, Segment
 from tercet.data.tokenizers import ByteTokenizer, Tokenizer
-from tercet.data.wordings import TRAINING_WORDINGS, Pair, WordList
 
 SHORTEST_GROUP, LONGEST_GROUP = 0.5, 3.0  # of joined documents, in sequences
 LONG_DOCUMENT = 1 << 19  # tokens; a longer one, plain or joined as a whole, would leave the share far off for long

@@ -7,7 +7,6 @@ lost nor repeated.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,41 +49,23 @@ class Batch:
 class Loader:
     """Iterate over it once; close it, or use it as a context manager."""
 
-    def __init__(
-        self,
-        stream: DocumentStream,
-        batches: Generator[Batch, None, None],
-        prefetch: int,
-        stop: Callable[[], bool],
-        changes: Sequence[str],
-    ) -> None:
-        self.changes = changes  # of the files since the state was saved, which data.accept_changes accepted
-        self.stream, self._source = stream, batches
-        self._prefetcher = Prefetcher(batches, prefetch, stop) if prefetch else None
-        self._waited = 0.0
+    def __init__(self, stream: DocumentStream, batches: Prefetcher[Batch], changes: Sequence[str]) -> None:
+        """changes: of the files since the state was saved, which data.accept_changes accepted."""
+        self.stream, self.changes, self._batches = stream, changes, batches
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        if self._prefetcher is not None:
-            return next(self._prefetcher)
-        begin = time.perf_counter()
-        try:
-            return next(self._source)
-        finally:
-            self._waited += time.perf_counter() - begin
+        return next(self._batches)
 
     @property
     def wait_seconds(self) -> float:
         """Total time spent waiting for batches."""
-        return self._prefetcher.wait_seconds if self._prefetcher is not None else self._waited
+        return self._batches.wait_seconds
 
     def close(self) -> None:
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-        else:
-            self._source.close()
+        self._batches.close()
 
     def __enter__(self) -> Loader:
         return self
@@ -153,8 +134,7 @@ def build_loader(
         packed = pack(stream, packing, state)
     if state is not None:
         packed = _check_cursor(packed)
-    batches = _to_torch(packed, data, device)
-    return Loader(stream, batches, data.prefetch, stop, changes)
+    return Loader(stream, Prefetcher(_to_torch(packed, data, device), data.prefetch, stop), changes)
 
 
 def _match_files(

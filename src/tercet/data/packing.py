@@ -245,15 +245,6 @@ def _copy(document: Document, offset: int, take: int, tokens: np.ndarray, target
 # count, and counting the whole block would run far ahead of the model (by thousands of epochs on small data).
 
 
-@dataclass(frozen=True)
-class _Sequence:
-    tokens: np.ndarray  # [T]
-    targets: np.ndarray  # [T]
-    bounds: np.ndarray  # of its documents, including 0 and T
-    state: dict[str, Any]  # after it
-    stats: LoaderStats
-
-
 def block_dtype(vocab_size: int) -> type[np.signedinteger[Any]]:
     """The type a block is stored in: signed, to hold IGNORE."""
     return np.int16 if bytes_per_token(vocab_size) == 2 else np.int32
@@ -267,7 +258,7 @@ def pack_shuffled(
     limit: end after this many sequences, and with them the last block, which is shorter: a following stage of another
     length starts a block of its own, and no sequence is lost.
     """
-    batch: list[_Sequence] = []
+    batch: list[PackedBatch] = []
     sequences = _shuffled_sequences(stream, packing, block, seed, state, limit)
     try:
         for sequence in sequences:
@@ -288,7 +279,8 @@ def _shuffled_sequences(
     seed: int,
     state: dict[str, Any] | None,
     limit: int | None,
-) -> Generator[_Sequence, None, None]:
+) -> PackedBatches:
+    """Batches of one sequence."""
     identity = stream.identity  # once: for files it stats every file
     start, index, done, handed = _resume_point(identity, state)
     end = None if limit is None else handed + limit
@@ -367,15 +359,15 @@ def _non_padding(packed: PackedBatch, packing: Packing) -> list[int]:
     return np.flatnonzero(~padding).tolist()
 
 
-def _sequence(packed: PackedBatch, number: int, length: int, state: dict[str, Any], stats: LoaderStats) -> _Sequence:
+def _sequence(packed: PackedBatch, number: int, length: int, state: dict[str, Any], stats: LoaderStats) -> PackedBatch:
     """A copy of one sequence: a view would keep its whole block in memory until the batch is complete."""
     begin, end = number * length, (number + 1) * length
     first, last = np.searchsorted(packed.cu_seqlens, (begin, end))
     bounds = packed.cu_seqlens[first : last + 1] - begin
-    return _Sequence(packed.tokens[begin:end].copy(), packed.targets[begin:end].copy(), bounds, state, stats)
+    return PackedBatch(packed.tokens[begin:end].copy(), packed.targets[begin:end].copy(), bounds, state, stats)
 
 
-def _join(batch: list[_Sequence], packing: Packing) -> PackedBatch:
+def _join(batch: list[PackedBatch], packing: Packing) -> PackedBatch:
     """This rank's share as one batch, padded if the batch is incomplete."""
     length = packing.seq_len
     tokens = np.full(packing.count * length, packing.padding_token, dtype=np.int64)
@@ -385,7 +377,7 @@ def _join(batch: list[_Sequence], packing: Packing) -> PackedBatch:
         at = index * length
         tokens[at : at + length] = sequence.tokens
         targets[at : at + length] = sequence.targets
-        bounds.append(sequence.bounds + at)
+        bounds.append(sequence.cu_seqlens + at)
     cu_seqlens = np.unique(np.concatenate(bounds)).astype(np.int32)
     missing, stats = packing.sequences - len(batch), batch[-1].stats
     if missing:

@@ -29,13 +29,19 @@ class Prefetcher(Generic[T]):
     lock, and a process would have to send every batch through a pipe.
     """
 
-    def __init__(self, source: Iterator[T], depth: int, stop: Callable[[], bool] = lambda: False) -> None:
-        """`stop` is polled while waiting: once it returns True, StoppedWaiting is raised after a grace period."""
+    def __init__(self, source: Generator[T, None, None], depth: int, stop: Callable[[], bool] = lambda: False) -> None:
+        """`stop` is polled while waiting: once it returns True, StoppedWaiting is raised after a grace period.
+
+        depth: 0 to read in the calling thread, where `stop` is not polled.
+        """
         self.wait_seconds = 0.0
+        self._direct = source if depth == 0 else None
         self._stop_requested = stop
         self._queue: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
         self._end: _End | None = None
+        if depth == 0:
+            return
         # The thread holds no reference to self, so that an unused Prefetcher is garbage-collected and stops its thread.
         self._thread = threading.Thread(
             target=_run, args=(source, self._queue, self._stop), name="tercet-data", daemon=True
@@ -60,6 +66,8 @@ class Prefetcher(Generic[T]):
         raise StopIteration
 
     def _get(self) -> T | _End:
+        if self._direct is not None:
+            return next(self._direct, _End(None))
         deadline: float | None = None
         while True:
             try:
@@ -75,6 +83,9 @@ class Prefetcher(Generic[T]):
 
     def close(self) -> None:
         """Stop the thread and wait briefly for it: it may hang in a network read, and is a daemon. Iteration ends."""
+        if self._direct is not None:
+            self._direct.close()
+            return
         self._stop.set()
         deadline = time.monotonic() + CLOSE_SECONDS
         if self._end is None:
@@ -89,7 +100,7 @@ class Prefetcher(Generic[T]):
         self._stop.set()
 
 
-def _run(source: Iterator[Any], ready: queue.Queue[Any], stop: threading.Event) -> None:
+def _run(source: Generator[Any, None, None], ready: queue.Queue[Any], stop: threading.Event) -> None:
     end = _End(None)
     try:
         for item in source:
@@ -98,8 +109,7 @@ def _run(source: Iterator[Any], ready: queue.Queue[Any], stop: threading.Event) 
     except BaseException as error:  # re-raised in the reader
         end = _End(error)
     finally:
-        if isinstance(source, Generator):
-            source.close()
+        source.close()
         _put(ready, end, stop)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import numpy as np
 
 from tercet.atomic_io import check_writable_folder
 from tercet.config.data import DataConfig
+from tercet.config.keys import flatten_table
 from tercet.data.records import Record
 from tercet.data.shards import DOCUMENT, FORMAT, MANIFEST, read_json, read_manifest, write_json, write_shard
 from tercet.data.sources import encoding_facts, record_source
@@ -52,17 +53,39 @@ class Progress:
     seconds: float
 
 
+# Tokens of each document, which of them count in the loss (None: all), and its hash.
+Encoded = list[tuple[np.ndarray, np.ndarray | None, int]]
+
+
 @dataclass
 class _Chunk:
+    """Records that are tokenized together. Shards end at chunk boundaries."""
+
     records: list[Record]
-    position: Any  # after its records
+    position: Any  # after its records, where the next run continues
     bad: list[str]  # messages of skipped records
     left_out: int
     size: int  # bytes of text
 
 
-# Tokens of each document, which of them count in the loss (None: all), and its hash.
-Encoded = list[tuple[np.ndarray, np.ndarray | None, int]]
+@dataclass
+class _Shard:
+    """What the next shard has so far."""
+
+    documents: Encoded = field(default_factory=list)
+    tokens: int = 0
+    skipped: int = 0
+    bad: list[str] = field(default_factory=list)  # messages of the first few
+    left_out: int = 0
+    position: Any = None
+
+    def add(self, chunk: _Chunk, encoded: Encoded) -> None:
+        self.documents += encoded
+        self.tokens += sum(len(tokens) for tokens, _, _ in encoded)
+        self.skipped += len(chunk.bad)
+        self.bad = (self.bad + chunk.bad)[:BAD_RECORDS_KEPT]
+        self.left_out += chunk.left_out
+        self.position = chunk.position
 
 
 def prepare(
@@ -103,15 +126,20 @@ def prepare(
         position = entries[-1]["place"] if entries else None
         chunks = _chunks(records.open(0, position), tokenizer, skip_bad=data.bad_records == "skip")
         masks = bool(data.prompt_field) or data.loss_on != "all"
-        writer = _ShardWriter(out, tokenizer.dtype, shard_tokens, masks=masks, entries=entries)
+        shard = _Shard()
         with closing(_tokenize(chunks, tokenizer, data, workers)) as tokenized:
             for chunk, encoded in tokenized:
-                if writer.is_empty:
+                if not (entries or shard.documents):
                     texts = [record.text for record in chunk.records[:CHECKED_DOCUMENTS]]
                     check_round_trip(tokenizer, texts, data.max_lost_text)
-                if writer.add(chunk, encoded) and report:
-                    report(_progress(entries, time.perf_counter() - begin))
-        writer.finish()
+                shard.add(chunk, encoded)
+                if shard.tokens >= shard_tokens:
+                    entries.append(_write_shard(out, len(entries), shard, tokenizer.dtype, masks))
+                    shard = _Shard()
+                    if report:
+                        report(_progress(entries, time.perf_counter() - begin))
+        if not entries or shard.documents or shard.skipped or shard.left_out:
+            entries.append(_write_shard(out, len(entries), shard, tokenizer.dtype, masks))
         counts = _progress(entries, time.perf_counter() - begin)
         if not counts.documents:
             bad = [message for entry in entries for message in entry["bad_records"]]
@@ -144,61 +172,19 @@ def _check_arguments(data: DataConfig, workers: int, shard_tokens: int) -> None:
         raise DataUsageError(f"workers={workers} is below 0: use a positive number, or 0 for one per core")
 
 
-class _ShardWriter:
-    """Collects documents until a shard is full, then writes it. Shards end at chunk boundaries."""
-
-    def __init__(
-        self, out: Path, dtype: np.dtype, shard_tokens: int, *, masks: bool, entries: list[dict[str, Any]]
-    ) -> None:
-        self._out, self._dtype, self._shard_tokens, self._masks = out, dtype, shard_tokens, masks
-        self._entries = entries
-        self._clear()
-
-    def _clear(self) -> None:
-        self._documents: Encoded = []
-        self._bad: list[str] = []
-        self._size = self._skipped = self._left_out = 0
-
-    def add(self, chunk: _Chunk, encoded: Encoded) -> bool:
-        """Add a chunk; True if that completed a shard, which is then on disk."""
-        self._documents += encoded
-        self._size += sum(len(tokens) for tokens, _, _ in encoded)
-        self._skipped += len(chunk.bad)
-        self._bad = (self._bad + chunk.bad)[:BAD_RECORDS_KEPT]
-        self._left_out += chunk.left_out
-        self._position = chunk.position  # where the next run continues
-        if self._size < self._shard_tokens:
-            return False
-        self._write()
-        return True
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self._entries or self._documents)
-
-    def finish(self) -> None:
-        if self._documents or self._skipped or self._left_out or not self._entries:
-            self._write()
-
-    def _write(self) -> None:
-        tokens = np.concatenate([np.empty(0, self._dtype), *(tokens for tokens, _, _ in self._documents)])
-        loss = np.ones(self._size, dtype=bool) if self._masks else None
-        documents = np.empty(len(self._documents), dtype=DOCUMENT)
-        end = 0
-        for i, (own, learned, digest) in enumerate(self._documents):
-            if loss is not None and learned is not None:
-                loss[end : end + len(own)] = learned
-            end += len(own)
-            documents[i] = end, digest
-        facts = {
-            "skipped": self._skipped,
-            "bad_records": self._bad,
-            "left_out": self._left_out,
-            "place": self._position,
-        }
-        name = f"shard-{len(self._entries):05d}"
-        self._entries.append(write_shard(self._out, name, tokens, documents, loss, facts))
-        self._clear()
+def _write_shard(out: Path, number: int, shard: _Shard, dtype: np.dtype, masks: bool) -> dict[str, Any]:
+    tokens = np.concatenate([np.empty(0, dtype), *(tokens for tokens, _, _ in shard.documents)])
+    documents = np.empty(len(shard.documents), dtype=DOCUMENT)
+    documents["end"] = np.cumsum([len(tokens) for tokens, _, _ in shard.documents])
+    documents["hash"] = [digest for _, _, digest in shard.documents]
+    loss = None
+    if masks:
+        parts = [np.ones(len(tokens), bool) if learned is None else learned for tokens, learned, _ in shard.documents]
+        loss = np.concatenate([np.empty(0, bool), *parts])
+    facts = {
+        "skipped": shard.skipped, "bad_records": shard.bad, "left_out": shard.left_out, "place": shard.position,
+    }  # fmt: skip
+    return write_shard(out, f"shard-{number:05d}", tokens, documents, loss, facts)
 
 
 def _tokenize(
@@ -324,34 +310,19 @@ def _lock(out: Path) -> Iterator[None]:
 def _check_plan(out: Path, plan: dict[str, Any]) -> None:
     """Continue only with the settings that the folder was started with; save them in a new one."""
     if (out / PLAN).is_file():
-        before = read_json(out / PLAN)
-        for name, now in plan.items():
-            was = before.get(name)
+        before, now = flatten_table(read_json(out / PLAN)), flatten_table(plan)
+        for name in now | before:
+            # A missing key differs from None: another version of Tercet may have written the plan.
+            was, is_ = (f"{name}={x[name]}" if name in x else f"no {name}" for x in (before, now))
             # Switching to skip is the fix for a bad record: shards written so far had nothing to skip.
-            if was == now or (name, was, now) == ("bad_records", "error", "skip"):
+            if was == is_ or (was, is_) == ("bad_records=error", "bad_records=skip"):
                 continue
-            raise DataUsageError(
-                f"out={out} was started with {_difference(name, was, now)}: choose another folder, or delete this one"
-            )
+            difference = "other files (by name and size)" if name == "source.files" else f"{was}, now {is_}"
+            raise DataUsageError(f"out={out} was started with {difference}: choose another folder, or delete this one")
     elif any(out.glob("shard-*.json")):
         raise DataUsageError(f"out={out} contains shards but no {PLAN}: choose another folder")
     if not (out / MANIFEST).is_file():
         write_json(out / PLAN, plan)
-
-
-_ABSENT = object()
-
-
-def _difference(name: str, was: Any, now: Any) -> str:
-    """Describe a difference; for tables, the first key that differs."""
-    if isinstance(was, dict) and isinstance(now, dict):
-        # A missing key differs from None: another version of Tercet may have written the table.
-        key = next(key for key in {**now, **was} if was.get(key, _ABSENT) != now.get(key, _ABSENT))
-        if key == "files":  # a digest means nothing to a reader
-            return "other files (by name and size)"
-        return _difference(f"{name}.{key}", was.get(key, _ABSENT), now.get(key, _ABSENT))
-    before, after = (f"no {name}" if x is _ABSENT else f"{name}={x}" for x in (was, now))
-    return f"{before}, now {after}"
 
 
 def _finished_shards(out: Path) -> list[dict[str, Any]]:

@@ -155,7 +155,8 @@ class RecordFormat:
                 names = ", ".join(value) or "none"
                 names = names if len(names) <= 200 else f"{names[:200]} …"
                 raise BadValueError(f"has no field {field!r} (it has {names})", fix)
-        return self.record(*(value[field] for field in self.columns), tools=value.get(TOOLS))
+        prompt = value[self.prompt_field] if self.prompt_field else None
+        return self.record(value[self.text_field], prompt, value.get(TOOLS))
 
     def from_row(self, cells: tuple[Any, ...]) -> Record:
         """cells: of `columns`, and of TOOLS if there are any."""
@@ -165,11 +166,11 @@ class RecordFormat:
             if buffer is not None and buffer.size > self.max_mib << 20:
                 raise _too_long(self.max_mib)
         try:
-            values = [_without_nulls(cell.as_py()) for cell in cells]
+            text, *values = [_without_nulls(cell.as_py()) for cell in cells]
         except UnicodeDecodeError as error:
             raise _not_utf8(error) from None
-        tools = values.pop() if len(values) > len(self.columns) else None
-        return self.record(*values, tools=tools)
+        prompt = values.pop(0) if self.prompt_field else None
+        return self.record(text, prompt, values.pop() if values else None)
 
     def check_columns(self, schema: Any) -> None:
         """Raise BadValueError if a column is missing, or is neither text nor, with `chat`, messages."""

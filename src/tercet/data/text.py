@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -223,7 +223,7 @@ class TextStream:
                     position = {"place": block.end, "block": block.number + 1, "at": 0}
                 yield Document(tokens, loss, {**counts, **position})
 
-    def _blocks(self, cursor: Cursor | None) -> Iterator[_Block]:
+    def _blocks(self, cursor: Cursor | None) -> Generator[_Block, None, None]:
         epoch = cursor["epoch"] if cursor else 0
         position = cursor["place"] if cursor else None
         number = cursor["block"] if cursor else 0
