@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -75,23 +73,6 @@ def test_packed_batches_equal_the_oracle(documents, seq_len, sequences, whole):
     assert stats.tokens + stats.padding == len(batches) * seq_len * sequences
 
 
-def test_the_last_token_of_a_document_predicts_eos_and_eos_predicts_nothing():
-    (batch,) = pack(ListStream([[5, 6, EOS], [7, EOS]]), packing(5, 1))
-    assert batch.tokens.tolist() == [5, 6, EOS, 7, EOS]
-    assert batch.targets.tolist() == [6, EOS, IGNORE, EOS, IGNORE]
-    assert batch.cu_seqlens.tolist() == [0, 3, 5]
-
-
-def test_a_long_document_continues_in_the_next_sequence_with_each_target_once():
-    document = [*range(1, 12), EOS]
-    batches = list(pack(ListStream([document]), packing(4, 2)))
-    tokens = np.concatenate([b.tokens for b in batches])[: len(document)]
-    targets = np.concatenate([b.targets for b in batches])[: len(document)]
-    assert tokens.tolist() == document
-    assert targets.tolist() == [*document[1:], IGNORE]
-    assert batches[0].cu_seqlens.tolist() == [0, 4, 8], "the end of a sequence is a boundary"
-
-
 def test_masked_tokens_are_inputs_but_not_targets():
     mask = [False, False, True, False, True]
     (batch,) = pack(ListStream([[5, 6, 7, 8, EOS]], [mask]), packing(5, 1))
@@ -108,27 +89,6 @@ def test_a_prompt_does_not_count_in_the_loss(tmp_path, read):
     (batch,) = read(data, sequences=1)
     assert bytes(batch.tokens[0].tolist()) == b"2+2=four\0"
     assert batch.targets[0].tolist() == [IGNORE] * 3 + list(b"four\0") + [IGNORE]
-
-
-def test_whole_packing_fills_a_sequence_to_the_last_token():
-    (batch,) = pack(ListStream([[5, 6, EOS], [7, EOS], [8, EOS], [1, 2, 3, EOS]]), packing(5, 3, whole=True))
-    assert batch.tokens.tolist() == [5, 6, EOS, 7, EOS, 8, EOS, EOS, EOS, EOS, 1, 2, 3, EOS, EOS]
-    assert batch.cu_seqlens.tolist() == [0, 3, 5, 7, 10, 14, 15]
-    assert batch.stats.padding == 4
-
-
-def test_whole_packing_splits_no_document_that_fits(configs, read, documents_of):
-    data = configs["jsonl"].model_copy(update={"packing": "whole", "seq_len": 256, "exhaustion": "stop"})
-    batches = read(data)
-    for batch in batches:
-        bounds = batch.cu_seqlens.tolist()
-        for begin, end in pairwise(bounds):
-            segment = batch.tokens.flatten()[begin:end]
-            continues = segment[-1] != EOS
-            assert not continues or begin % 256 == 0, "only a document longer than a sequence continues"
-    assert batches[-1].stats.padding > 0
-    continued = configs["jsonl"].model_copy(update={"seq_len": 256, "exhaustion": "stop"})
-    assert documents_of(batches) == documents_of(read(continued))
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -71,16 +71,6 @@ def test_the_seed_decides_the_order_and_shuffle_false_keeps_file_order(configs, 
     assert [d.decode() for d in documents_of(read(plain))] == in_files
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "fineweb", "mixture"])
-def test_a_run_that_is_resumed_again_and_again_loses_and_repeats_nothing(kind, configs, read, same):
-    """Also within one block of records, which a resumed run reads again from its start."""
-    straight, state, batches = read(configs[kind], 30, sequences=1), None, []
-    for count in (3, 1, 2, 1, 9, 1, 1, 12):
-        batches += read(configs[kind], count, sequences=1, state=state)
-        state = batches[-1].state
-    assert all(map(same, batches, straight))
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -7,13 +7,10 @@ import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
-from tercet.config.data import DataConfig, bytes_per_token
-from tercet.data.files import FileSet
+from tercet.config.data import DataConfig
 from tercet.data.loader import build_loader
-from tercet.data.packing import IGNORE, block_dtype
 from tercet.data.stream import DataError
 from tercet.data.tokenizers import load_tokenizer
 
@@ -140,23 +137,11 @@ def test_block_settings_cannot_change_inside_a_block(configs, read):
     assert len(read(data, 2, sequences=4, state=plain)) == 2
 
 
-@pytest.fixture
-def words_of_128(tmp_path):
-    """A tokenizer with fewer than 256 tokens that is not `byte`."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    words = {f"w{n}": n for n in range(127)} | {"<|endoftext|>": 127}
-    Tokenizer(WordLevel(words, unk_token="w0")).save(str(tmp_path / "words.json"))
-    return tmp_path / "words.json"
-
-
-@pytest.mark.parametrize(("tokenizer", "each"), [("byte", 4), ("words_of_128", 4), ("small_bpe", 8)])
-def test_one_block_is_in_memory_at_a_time_and_takes_the_estimated_size(tokenizer, each, request):
-    name = "byte" if tokenizer == "byte" else str(request.getfixturevalue(tokenizer))
+@pytest.mark.parametrize("tokenizer", ["byte", "small_bpe"])
+def test_one_block_is_in_memory_at_a_time_and_takes_the_estimated_size(tokenizer, small_bpe):
+    name = "byte" if tokenizer == "byte" else str(small_bpe)
     data = DataConfig(source="synthetic", tokenizer=name, seq_len=8192, shuffle_sequences=200, prefetch=0)
     estimated = data.shuffle_bytes(load_tokenizer(name).vocab_size)
-    assert estimated == 200 * 8192 * each
     tracemalloc.start()
     try:
         with build_loader(data, seed=7, batch_sequences=3) as loader:
@@ -166,23 +151,6 @@ def test_one_block_is_in_memory_at_a_time_and_takes_the_estimated_size(tokenizer
     finally:
         tracemalloc.stop()
     assert estimated <= held <= peak < 1.5 * estimated
-
-
-def test_the_block_dtype_holds_every_token():
-    for vocab_size in (2, 256, 257, 1 << 16, 1 << 31):  # the largest vocabulary
-        values = [vocab_size - 1, IGNORE]
-        assert np.array(values).astype(block_dtype(vocab_size)).tolist() == values
-        assert np.dtype(block_dtype(vocab_size)).itemsize == bytes_per_token(vocab_size)
-
-
-def test_files_are_fingerprinted_only_at_the_start(configs, read, monkeypatch):
-    calls = []
-    fingerprint = FileSet.fingerprint
-    monkeypatch.setattr(FileSet, "fingerprint", lambda self: calls.append(self) or fingerprint(self))
-    read(shuffled(configs["text"], prefetch=0), 2)
-    few = len(calls)
-    read(shuffled(configs["text"], prefetch=0), 20)
-    assert len(calls) == 2 * few > 0
 
 
 STAGES = ((64, 4, 7), (160, 2, 5), (32, 8, 6))  # sequence length, sequences per batch, batches

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runs import SMALL
 from tercet.cli import main
 from tercet.config.data import DataConfig
 from tercet.data import commands
@@ -139,33 +138,6 @@ def test_workers_exit_when_a_preparation_is_killed(tmp_path):
     assert not any(map(is_running, children))
 
 
-def test_continuing_does_not_tokenise_finished_shards_again(source, tmp_path, small_chunks, monkeypatch):
-    import tercet.data.prepare as module
-
-    encoded: list[int] = []
-    real = module.encode_records
-
-    def counting(tokenizer, records, specials):
-        encoded.append(len(records))
-        return real(tokenizer, records, specials)
-
-    def stop_after_three(now):
-        if now.shards == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "encode_records", counting)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(source, tmp_path / "out", workers=1, shard_tokens=1500, report=stop_after_three)
-    before = sum(encoded)
-    encoded.clear()
-    manifest = prepare(source, tmp_path / "out", workers=1, shard_tokens=1500)
-    assert manifest["documents"] == 90
-    assert sum(encoded) == 90 - before < 90
-    encoded.clear()
-    prepare(source, tmp_path / "out", workers=1, shard_tokens=1500)
-    assert encoded == [], "a finished folder is not changed"
-
-
 def test_shards_of_another_tokenizer_are_rejected(shards, read, small_bpe):
     with pytest.raises(DataError, match=r"was tokenized with byte, not with tokenizer=.*: set data.tokenizer to byte"):
         read(DataConfig(source="shards", path=str(shards), tokenizer=str(small_bpe), seq_len=16), 1)
@@ -206,13 +178,11 @@ def test_shards_include_their_tokenizer_and_decode_to_the_text(source, tmp_path,
     assert sorted(t for t in found if t) == sorted(texts)
 
 
-def test_the_flags_that_prepare_prints_train(source, tmp_path, small_bpe, capsys):
+def test_the_flags_that_prepare_prints_read_the_shards(source, tmp_path, small_bpe, capsys):
     out = tmp_path / "two words"
     assert commands.prepare(source.model_copy(update={"tokenizer": str(small_bpe)}), out, workers=1) == 0
     flags = shlex.split(capsys.readouterr().out.rpartition("use them with:")[2])
-    sizes = {k: v for k, v in SMALL.items() if k not in ("model.vocab_size", "data.source")} | {"train.steps": 1}
-    words = [f"--{key}={str(value).lower()}" for key, value in sizes.items()]
-    assert main(["train", "--preset", "tiny", *words, *flags, "--run.dir", str(tmp_path / "run")]) == 0
+    assert main(["data", "inspect", *flags]) == 0
 
 
 def test_prompts_in_shards_do_not_count_in_the_loss(tmp_path, read):
@@ -257,12 +227,6 @@ def test_an_incomplete_folder_is_rejected(source, tmp_path, read):
         read(DataConfig(source="shards", path=str(out)), 1)
     with pytest.raises(DataError, match=r"was not written by `tercet data prepare`"):
         read(DataConfig(source="shards", path=str(tmp_path)), 1)
-
-
-def test_a_folder_started_with_other_settings_is_not_continued(source, tmp_path):
-    prepare(source, tmp_path / "out", workers=1)
-    with pytest.raises(DataError, match=r"was started with shard_tokens=67108864, now shard_tokens=5"):
-        prepare(source, tmp_path / "out", workers=1, shard_tokens=5)
 
 
 def test_a_folder_started_with_another_source_names_the_difference(tmp_path, corpus):

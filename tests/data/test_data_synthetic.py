@@ -58,19 +58,6 @@ def test_the_nearest_fact_is_exactly_at_the_minimum_distance():
     assert set(distances) == {71}
 
 
-def test_a_window_over_the_query_never_contains_the_answer():
-    window, layers = 16, 3
-    config = SyntheticConfig(task="recall", pairs=5, queries=3, min_distance=layers * (window - 1) + 1)
-    make = make_task(config, 160, 256, 0)
-    for number in range(50):
-        tokens, loss = make(number)
-        first = int(np.flatnonzero(loss)[0])
-        # What a stack of window layers can see when it predicts the first answer.
-        seen = tokens[max(0, first - 1 - layers * (window - 1)) : first]
-        key = bytes(seen[-3:-1].tolist())
-        assert bytes(seen.tolist()).count(key) == 1, "the key appears only in the query"
-
-
 def test_the_copy_equals_the_original_and_is_far_away():
     config = SyntheticConfig(task="copy", copy_tokens=20, min_distance=100)
     make = make_task(config, 200, 256, 0)
