@@ -29,8 +29,8 @@ from tercet.config.keys import flatten_table
 from tercet.data.records import Record
 from tercet.data.shards import DOCUMENT, FORMAT, MANIFEST, read_json, read_manifest, write_json, write_shard
 from tercet.data.sources import encoding_facts, record_source
-from tercet.data.stream import BadRecordError, DataError, DataUsageError
-from tercet.data.text import BAD_RECORDS_KEPT, RecordIterator, check_encodable, encode_records, record_hash
+from tercet.data.stream import DataError, DataUsageError
+from tercet.data.text import BAD_RECORDS_KEPT, RecordBlock, RecordIterator, encode_records, read_block, record_hash
 from tercet.data.tokenizers import CHECKED_DOCUMENTS, LibraryTokenizer, Tokenizer, check_round_trip, load_tokenizer
 from tercet.errors import first_few
 
@@ -58,19 +58,8 @@ Encoded = list[tuple[np.ndarray, np.ndarray | None, int]]
 
 
 @dataclass
-class _Chunk:
-    """Records that are tokenized together. Shards end at chunk boundaries."""
-
-    records: list[Record]
-    position: Any  # after its records, where the next run continues
-    bad: list[str]  # messages of skipped records
-    left_out: int
-    size: int  # bytes of text
-
-
-@dataclass
 class _Shard:
-    """What the next shard has so far."""
+    """What the next shard has so far. Shards end where a chunk does."""
 
     documents: Encoded = field(default_factory=list)
     tokens: int = 0
@@ -79,13 +68,13 @@ class _Shard:
     left_out: int = 0
     position: Any = None
 
-    def add(self, chunk: _Chunk, encoded: Encoded) -> None:
+    def add(self, chunk: RecordBlock, encoded: Encoded) -> None:
         self.documents += encoded
         self.tokens += sum(len(tokens) for tokens, _, _ in encoded)
         self.skipped += len(chunk.bad)
         self.bad = (self.bad + chunk.bad)[:BAD_RECORDS_KEPT]
         self.left_out += chunk.left_out
-        self.position = chunk.position
+        self.position = chunk.end
 
 
 def prepare(
@@ -188,8 +177,8 @@ def _write_shard(out: Path, number: int, shard: _Shard, dtype: np.dtype, masks: 
 
 
 def _tokenize(
-    chunks: Iterator[_Chunk], tokenizer: Tokenizer, data: DataConfig, workers: int
-) -> Generator[tuple[_Chunk, Encoded], None, None]:
+    chunks: Iterator[RecordBlock], tokenizer: Tokenizer, data: DataConfig, workers: int
+) -> Generator[tuple[RecordBlock, Encoded], None, None]:
     """Chunks in their order with their encoded documents. One worker: this process itself."""
     if workers == 1:
         for chunk in chunks:
@@ -202,7 +191,7 @@ def _tokenize(
         initializer=_start_worker,
         initargs=(data.tokenizer, data.eos_token),
     )
-    in_flight: deque[tuple[_Chunk, Future[Encoded]]] = deque()
+    in_flight: deque[tuple[RecordBlock, Future[Encoded]]] = deque()
     waiting = 0  # bytes of text in flight: a chunk may be one long document
     try:
         for chunk in chunks:
@@ -253,25 +242,12 @@ def _encode(tokenizer: Tokenizer, records: list[Record], specials: bool) -> Enco
     return [(*document, record_hash(record)) for document, record in zip(encoded, records, strict=True)]
 
 
-def _chunks(source: RecordIterator, tokenizer: Tokenizer, *, skip_bad: bool) -> Iterator[_Chunk]:
-    records: list[Record] = []
-    bad: list[str] = []
-    size = left_out = 0
-    for record in source:
-        record = check_encodable(tokenizer, record, source)
-        if isinstance(record, BadRecordError):
-            if not skip_bad:
-                raise record
-            bad.append(record.summary)
-        elif not record.text:
-            left_out += 1
-        else:
-            records.append(record)
-            size += len(record.text)
-        if size >= CHUNK_BYTES:
-            yield _Chunk(records, source.position(), bad, left_out, size)
-            records, size, bad, left_out = [], 0, [], 0
-    yield _Chunk(records, source.position(), bad, left_out, size)
+def _chunks(source: RecordIterator, tokenizer: Tokenizer, *, skip_bad: bool) -> Iterator[RecordBlock]:
+    last = False
+    while not last:
+        chunk = read_block(source, tokenizer, count=None, size=CHUNK_BYTES, skip_bad=skip_bad)
+        yield chunk
+        last = chunk.last
 
 
 def _describe(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -67,16 +67,41 @@ class RecordSource(Protocol):
 
 
 @dataclass
-class _Block:
-    epoch: int
-    number: int  # within its epoch
-    start: Any  # position before its first record
+class RecordBlock:
+    """Records that are read at once."""
+
+    start: Any  # position before the first one
     end: Any
-    records: list[Record]  # those of the split, in file order
-    skipped: int
-    left_out: int  # without text
-    read: int  # all, of both splits
-    last: bool  # the epoch ends in it
+    records: list[Record]  # with text, in file order
+    size: int  # bytes of text
+    bad: list[str]  # messages of skipped records
+    left_out: int  # records without text
+    last: bool  # there are no more
+
+
+def read_block(
+    source: RecordIterator, tokenizer: Tokenizer, *, count: int | None, size: int, skip_bad: bool
+) -> RecordBlock:
+    """The next `count` records, fewer after `size` bytes of text. Bad ones are raised unless `skip_bad`."""
+    block, read = RecordBlock(source.position(), None, [], 0, [], 0, last=False), 0
+    while block.size < size and read != count:
+        record = next(source, None)
+        if record is None:
+            block.last = True
+            break
+        read += 1
+        record = check_encodable(tokenizer, record, source)
+        if isinstance(record, BadRecordError):
+            if not skip_bad:
+                raise record
+            block.bad.append(record.summary)
+        elif not record.text:
+            block.left_out += 1
+        else:
+            block.records.append(record)
+            block.size += len(record.text)
+    block.end = source.position()
+    return block
 
 
 class ValidationSplit:
@@ -189,19 +214,19 @@ class TextStream:
         at = cursor["at"] if cursor else 0
         blocks = Prefetcher(self._blocks(cursor), depth=1)
         try:
-            for block in blocks:
-                counts["epoch"] = block.epoch
+            for epoch, number, block in blocks:
+                counts["epoch"] = epoch
                 if at == 0:  # otherwise the cursor has counted this block already
-                    counts["skipped"] += block.skipped
+                    counts["skipped"] += len(block.bad)
                     counts["left_out"] += block.left_out
-                yield from self._documents_in(block, at, counts)
+                yield from self._documents_in(block, number, at, counts)
                 at = 0
         finally:
             blocks.close()
 
-    def _documents_in(self, block: _Block, at: int, counts: dict[str, int]) -> Iterator[Document]:
-        """Documents of a block from number `at`, in shuffled order."""
-        count = len(block.records)
+    def _documents_in(self, block: RecordBlock, number: int, at: int, counts: dict[str, int]) -> Iterator[Document]:
+        """Documents of a block, the `number`th of its epoch, from number `at`, in shuffled order."""
+        count, epoch = len(block.records), counts["epoch"]
         if at > count and not self._options.accept_changes:
             raise DataError(
                 f"{self._name}: the cursor is at document {at} of a block that now has {count}: the files changed "
@@ -209,36 +234,45 @@ class TextStream:
             )
         order: list[int] = list(range(count))
         if self._shuffle_in_block:
-            order = permutation(count, self._options.seed, block.epoch, block.number).tolist()
+            order = permutation(count, self._options.seed, epoch, number).tolist()
         for begin in range(at, count, TOKENISE_AT_ONCE):
             group = [block.records[i] for i in order[begin : begin + TOKENISE_AT_ONCE]]
             encoded = encode_records(self._tokenizer, group, self._options.special_tokens)
             for done, (tokens, loss) in enumerate(encoded, start=begin + 1):
                 counts["documents"] += 1
                 if done < count:
-                    position = {"place": block.start, "block": block.number, "at": done}
+                    position = {"place": block.start, "block": number, "at": done}
                 elif block.last:
-                    position = {"epoch": block.epoch + 1, "place": None, "block": 0, "at": 0}
+                    position = {"epoch": epoch + 1, "place": None, "block": 0, "at": 0}
                 else:
-                    position = {"place": block.end, "block": block.number + 1, "at": 0}
+                    position = {"place": block.end, "block": number + 1, "at": 0}
                 yield Document(tokens, loss, {**counts, **position})
 
-    def _blocks(self, cursor: Cursor | None) -> Generator[_Block, None, None]:
+    def _blocks(self, cursor: Cursor | None) -> Generator[tuple[int, int, RecordBlock], None, None]:
+        """Epoch, number in it, and the records of the split in every block."""
         epoch = cursor["epoch"] if cursor else 0
         position = cursor["place"] if cursor else None
         number = cursor["block"] if cursor else 0
+        options = self._options
         while epoch == 0 or self._options.repeat:
             found: int | None = 0 if position is None else None  # counted over complete epochs only
             with_text = empty = bad = 0
             records = self._records.open(epoch, position)
             last = False
             while not last:
-                block = self._read_block(records, epoch, number)
+                block = read_block(
+                    records, self._tokenizer, count=self._block_records, size=BLOCK_BYTES, skip_bad=options.skip_bad
+                )
+                if epoch == number == 0:
+                    texts = [record.text for record in block.records[:CHECKED_DOCUMENTS]]
+                    check_round_trip(self._tokenizer, texts, options.max_lost_text)
+                with_text, empty, bad = with_text + len(block.records), empty + block.left_out, bad + len(block.bad)
+                self._note_bad_records(block.bad)
+                parts = (self._split.part(record, options.split) for record in block.records)
+                block.records = [part for part in parts if part is not None]
                 found = None if found is None else found + len(block.records)
-                with_text += block.read - block.left_out - block.skipped
-                empty, bad = empty + block.left_out, bad + block.skipped
+                yield epoch, number, block
                 number, last = number + 1, block.last
-                yield block
             if found == 0 and with_text == 0 and bad:
                 raise DataError(
                     f"{self._name}: every record with text was skipped as bad ({bad:,}, the first: "
@@ -257,40 +291,9 @@ class TextStream:
                 )
             epoch, position, number = epoch + 1, None, 0
 
-    def _read_block(self, source: RecordIterator, epoch: int, number: int) -> _Block:
-        start = source.position()
-        records: list[Record] = []
-        texts: list[bytes] = []
-        read = size = skipped = left_out = 0
-        last = False
-        while read < self._block_records and size < BLOCK_BYTES:
-            try:
-                record = next(source)
-            except StopIteration:
-                last = True
-                break
-            read += 1
-            record = check_encodable(self._tokenizer, record, source)
-            if isinstance(record, BadRecordError):
-                skipped += 1
-                self._skip(record)
-            elif not record.text:
-                left_out += 1
-            else:
-                size += len(record.text)
-                if len(texts) < CHECKED_DOCUMENTS:
-                    texts.append(record.text)
-                if (part := self._split.part(record, self._options.split)) is not None:
-                    records.append(part)
-        if epoch == number == 0:
-            check_round_trip(self._tokenizer, texts, self._options.max_lost_text)
-        return _Block(epoch, number, start, source.position(), records, skipped, left_out, read, last)
-
-    def _skip(self, bad: BadRecordError) -> None:
-        if not self._options.skip_bad:
-            raise bad
-        if len(self.notes.bad_records) < BAD_RECORDS_KEPT and bad.summary not in self.notes.bad_records:
-            self.notes.bad_records.append(bad.summary)
+    def _note_bad_records(self, messages: list[str]) -> None:
+        kept = self.notes.bad_records
+        kept += [message for message in messages if message not in kept][: BAD_RECORDS_KEPT - len(kept)]
 
 
 def record_hash(record: Record) -> int:
