@@ -28,9 +28,17 @@ from tercet.config.data import DataConfig
 from tercet.config.keys import flatten_table
 from tercet.data.records import Record
 from tercet.data.shards import DOCUMENT, FORMAT, MANIFEST, read_json, read_manifest, write_json, write_shard
-from tercet.data.sources import encoding_facts, record_source
+from tercet.data.sources import record_source
 from tercet.data.stream import DataError, DataUsageError
-from tercet.data.text import BAD_RECORDS_KEPT, RecordBlock, RecordIterator, encode_records, read_block, record_hash
+from tercet.data.text import (
+    BAD_RECORDS_KEPT,
+    RecordBlock,
+    RecordIterator,
+    encode_records,
+    encoding_facts,
+    read_block,
+    record_hash,
+)
 from tercet.data.tokenizers import CHECKED_DOCUMENTS, LibraryTokenizer, Tokenizer, check_round_trip, load_tokenizer
 from tercet.errors import first_few
 

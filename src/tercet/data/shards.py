@@ -80,11 +80,10 @@ class _Manifest(BaseModel):
 class ShardStream:
     """Documents of a shard folder, shuffled globally. Its cursor has `at`, the documents delivered in this epoch."""
 
-    def __init__(
-        self, folder: Path, tokenizer: Tokenizer, options: ReadOptions, name: str, hold_out_end: bool | None
-    ) -> None:
+    def __init__(self, folder: Path, tokenizer: Tokenizer, options: ReadOptions, hold_out_end: bool | None) -> None:
         """hold_out_end: whether validation reads the end of all tokens instead of whole documents; None: only if the
         hashes put all documents on one side of the split."""
+        name, fraction = options.source, options.data.validation_fraction
         self._options, self._name = options, name
         manifest = read_manifest(folder)
         _check_tokenizer(folder, manifest, tokenizer)
@@ -96,15 +95,15 @@ class ShardStream:
         self._tokens = [_open(folder, entry, "tokens") for entry in entries]
         self._loss = [_open(folder, entry, "loss") if "loss" in entry["files"] else None for entry in entries]
         shard, starts, ends, hashes = _documents(folder, entries)
-        validation = in_validation(hashes, options.validation_fraction)
+        validation = in_validation(hashes, fraction)
         total = int((ends - starts).sum())
-        held_out = int(options.validation_fraction * total)
+        held_out = int(fraction * total)
         if hold_out_end is None:
             hold_out_end = len(hashes) > 0 and validation.all() == validation.any()
         if hold_out_end and held_out >= SHORTEST_HELD_OUT:
             starts, ends = _split_tokens(starts, ends, total - held_out, options.split)
             in_split = ends > starts
-            words = describe_held_out(len(hashes), options.validation_fraction, held_out, f"{total:,} tokens")
+            words = describe_held_out(len(hashes), fraction, held_out, f"{total:,} tokens")
             self.notes.held_out.append(f"{name}: {words}")
         else:
             in_split = validation == (options.split == "validation")
@@ -115,28 +114,21 @@ class ShardStream:
                 too_short = f" ({describe_too_short(held_out, f'{total:,} tokens')})"
             raise DataUsageError(
                 f"{name}: none of the {len(in_split)} documents in {folder} is for {options.split} with "
-                f"validation_fraction={options.validation_fraction}{too_short}: change that fraction, or "
+                f"validation_fraction={fraction}{too_short}: change that fraction, or "
                 "prepare more documents"
             )
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {
-            "source": self._name,
-            "shards": self._fingerprint,
-            "contents": self.notes.files[self._name].contents,
-            "validation_fraction": self._options.validation_fraction,
-            "shuffle": self._options.shuffle,
-            "seed": self._options.seed,
-            "split": self._options.split,
-            **({"held_out": "end"} if self.notes.held_out else {}),
-        }
+        facts: dict[str, Any] = {"shards": self._fingerprint, "contents": self.notes.files[self._name].contents}
+        facts |= {"held_out": "end"} if self.notes.held_out else {}
+        return self._options.identity(facts | {"shuffle": self._options.data.shuffle})
 
     def documents(self, cursor: Cursor | None = None) -> Documents:
         epoch, at, delivered = (cursor["epoch"], cursor["at"], cursor["documents"]) if cursor else (0, 0, 0)
         count = len(self._shard)
         while epoch == 0 or self._options.repeat:
-            order = permutation(count, self._options.seed, epoch) if self._options.shuffle else np.arange(count)
+            order = permutation(count, self._options.seed, epoch) if self._options.data.shuffle else np.arange(count)
             for begin in range(at, count, 1024):  # lists of Python integers: indexing numpy scalars is slow
                 indices = order[begin : begin + 1024]
                 spans = zip(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,16 @@ def open_stream(
 ) -> DocumentStream:
     """All documents of a split, in the global order shared by all ranks. saved: the identity of a cursor to resume."""
     saved = saved if isinstance(saved, Mapping) else None  # damaged: reading the cursor says so
+    if split == "validation" and data.validation_fraction == 0:
+        raise DataUsageError("validation_fraction=0 keeps no document for validation: raise it, or turn validation off")
     if data.source != "mixture":
-        return _open_part(data, data, tokenizer, _read_options(data, seed, split), data.source, saved)
+        return _open_part(data, tokenizer, ReadOptions(data, data.source, seed, split), saved)
     parts: dict[str, tuple[float, DocumentStream]] = {}
     for part in data.mixture:
         name = part.name or part.source
         # A seed per part: two parts over the same files must not read them in the same order.
-        options = _read_options(data, key(seed, document_hash(name.encode())), split)
-        parts[name] = (part.weight, _open_part(part, data, tokenizer, options, name, saved and saved.get(name)))
+        options = ReadOptions(data, name, key(seed, document_hash(name.encode())), split)
+        parts[name] = (part.weight, _open_part(part, tokenizer, options, saved and saved.get(name)))
     return MixtureStream(parts)
 
 
@@ -59,15 +60,6 @@ def record_source(part: SourceConfig, *, seed: int, shuffle: bool, tokenizer: To
     return FileRecords(files, reader, seed=seed, shuffle=shuffle, one_per_file=False)
 
 
-def encoding_facts(part: SourceConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What decides the tokens of records, besides the tokenizer, where it is not the default."""
-    facts: dict[str, Any] = {"special_tokens": True} if part.special_tokens else {}
-    if part.source in ("jsonl", "parquet"):
-        facts |= {"loss_on": part.loss_on} if part.loss_on != "all" else {}
-        facts |= {"chat_template": tokenizer.chat.fingerprint} if tokenizer.chat else {}
-    return facts
-
-
 def validation_split(records: RecordSource, fraction: float, hold_out_end: bool | None = None) -> ValidationSplit:
     """How to split records. hold_out_end: whether validation reads the end of the text instead of whole documents, as
     saved by the run to resume; None: only if the documents are too few."""
@@ -77,47 +69,25 @@ def validation_split(records: RecordSource, fraction: float, hold_out_end: bool 
 
 
 def _open_part(
-    part: SourceConfig,
-    data: DataConfig,
-    tokenizer: Tokenizer,
-    options: ReadOptions,
-    name: str,
-    saved: Mapping[str, Any] | None,
+    part: SourceConfig, tokenizer: Tokenizer, options: ReadOptions, saved: Mapping[str, Any] | None
 ) -> DocumentStream:
     hold_out_end = "held_out" in saved if isinstance(saved, Mapping) else None
     stream: DocumentStream
     if part.source == "synthetic":
-        stream = SyntheticStream(part.synthetic, data.seq_len, tokenizer, options, name)
+        stream = SyntheticStream(part.synthetic, tokenizer, options)
     elif part.source == "shards":
         if len(part.path) != 1:
             raise DataUsageError(
                 f"source=shards with {len(part.path)} paths: give one folder; combine several with a mixture"
             )
-        stream = ShardStream(Path(part.path[0]).expanduser(), tokenizer, options, name, hold_out_end)
+        stream = ShardStream(Path(part.path[0]).expanduser(), tokenizer, options, hold_out_end)
     else:
-        records = record_source(part, seed=options.seed, shuffle=options.shuffle, tokenizer=tokenizer)
-        options = replace(options, special_tokens=part.special_tokens)
-        split = validation_split(records, options.validation_fraction, hold_out_end)
-        stream = TextStream(records, tokenizer, options, name, split, encoding_facts(part, tokenizer))
+        records = record_source(part, seed=options.seed, shuffle=options.data.shuffle, tokenizer=tokenizer)
+        split = validation_split(records, options.data.validation_fraction, hold_out_end)
+        stream = TextStream(records, tokenizer, options, part, split)
     if part.retrieval and options.split == "train":
-        return ExerciseStream(stream, part.retrieval, data.seq_len, tokenizer, options.seed)
+        return ExerciseStream(stream, part.retrieval, options.data.seq_len, tokenizer, options.seed)
     return stream
-
-
-def _read_options(data: DataConfig, seed: int, split: Split) -> ReadOptions:
-    if split == "validation" and data.validation_fraction == 0:
-        raise DataUsageError("validation_fraction=0 keeps no document for validation: raise it, or turn validation off")
-    return ReadOptions(
-        seed=seed,
-        split=split,
-        validation_fraction=data.validation_fraction,
-        repeat=data.exhaustion == "repeat" and split == "train",
-        shuffle=data.shuffle,
-        shuffle_block=data.shuffle_block,
-        skip_bad=data.bad_records == "skip",
-        accept_changes=data.accept_changes,
-        max_lost_text=data.max_lost_text,
-    )
 
 
 class MixtureStream:

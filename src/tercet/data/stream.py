@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from tercet.config.data import DataConfig
 from tercet.errors import EXIT_EMPTY, TercetError, UsageError
 
 # The complete position of a stream, as JSON. Every cursor counts `epoch`, `documents` (delivered so far), `skipped`
@@ -43,16 +44,20 @@ Documents = Generator[Document, None, None]  # close() stops background readers
 class ReadOptions:
     """How to read a stream; the same on every rank."""
 
+    data: DataConfig
+    source: str  # name of this part of a mixture
     seed: int
     split: Split
-    validation_fraction: float
-    repeat: bool  # start another epoch at the end
-    shuffle: bool = True
-    shuffle_block: int = 4096
-    skip_bad: bool = False
-    accept_changes: bool = False  # of the files: a cursor may be past the end of what is there now
-    max_lost_text: float = 1.0  # share of characters that the tokenizer may lose
-    special_tokens: bool = False  # make tokens of the strings of special tokens in texts
+
+    @property
+    def repeat(self) -> bool:
+        """Whether another epoch follows the end."""
+        return self.data.exhaustion == "repeat" and self.split == "train"
+
+    def identity(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """The identity of a stream with these facts about its documents and their order."""
+        fraction = self.data.validation_fraction
+        return {"source": self.source, **facts, "validation_fraction": fraction, "seed": self.seed, "split": self.split}
 
 
 @dataclass(frozen=True)

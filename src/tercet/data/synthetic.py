@@ -39,25 +39,17 @@ class SyntheticStream:
     A hash of the number decides between training and validation.
     """
 
-    def __init__(
-        self, config: SyntheticConfig, seq_len: int, tokenizer: Tokenizer, options: ReadOptions, name: str
-    ) -> None:
+    def __init__(self, config: SyntheticConfig, tokenizer: Tokenizer, options: ReadOptions) -> None:
         self.notes = SourceNotes()
-        self._options, self._name = options, name
-        length = config.length or seq_len
+        self._options = options
+        length = config.length or options.data.seq_len
         # `length` may change with data.seq_len (a length-extension stage); document numbers continue.
         self._facts = config.model_dump(exclude={"length", "min_distance"}) | {"tokenizer": tokenizer.fingerprint}
         self._make = make_task(config, length, tokenizer.vocab_size, tokenizer.eos_id)
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {
-            "source": self._name,
-            **self._facts,
-            "validation_fraction": self._options.validation_fraction,
-            "seed": self._options.seed,
-            "split": self._options.split,
-        }
+        return self._options.identity(self._facts)
 
     def documents(self, cursor: Cursor | None = None) -> Documents:
         delivered = cursor["documents"] if cursor else 0
@@ -72,7 +64,7 @@ class SyntheticStream:
             number = int(numbers[-1]) + 1
 
     def _in_split(self, numbers: np.ndarray) -> np.ndarray:
-        validation = in_validation(mix(numbers + np.uint64(1)), self._options.validation_fraction)
+        validation = in_validation(mix(numbers + np.uint64(1)), self._options.data.validation_fraction)
         return validation if self._options.split == "validation" else ~validation
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from tercet.config.data import SourceConfig
 from tercet.data.files import FileSet
 from tercet.data.order import (
     SHORTEST_HELD_OUT,
@@ -177,12 +178,11 @@ class TextStream:
         records: RecordSource,
         tokenizer: Tokenizer,
         options: ReadOptions,
-        name: str,
+        part: SourceConfig,
         split: ValidationSplit,
-        facts: Mapping[str, Any],
     ) -> None:
-        """facts: what else decides the tokens, for `identity`."""
-        self._facts = facts
+        name = options.source
+        self._facts, self._special_tokens = encoding_facts(part, tokenizer), part.special_tokens
         self.notes = SourceNotes(
             io_retries=records.io_retries,
             held_out=[f"{name}: {split.held_out}"] if split.held_out else [],
@@ -190,24 +190,16 @@ class TextStream:
         )
         self._records, self._tokenizer, self._options, self._name = records, tokenizer, options, name
         self._split = split
-        self._block_records = ONE_PER_FILE_BLOCK if records.one_per_file else options.shuffle_block
-        self._shuffle_in_block = options.shuffle and not records.one_per_file
+        self._block_records = ONE_PER_FILE_BLOCK if records.one_per_file else options.data.shuffle_block
+        self._shuffle_in_block = options.data.shuffle and not records.one_per_file
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {
-            "source": self._name,
-            **self._records.identity(),
-            **({"contents": files.contents} if (files := self._records.files) else {}),
-            "tokenizer": self._tokenizer.fingerprint,
-            **self._facts,
-            "validation_fraction": self._options.validation_fraction,
-            "shuffle": self._options.shuffle,
-            "shuffle_block": self._block_records,
-            "seed": self._options.seed,
-            "split": self._options.split,
-            **({"held_out": "end"} if self.notes.held_out else {}),
-        }
+        facts = self._records.identity() | self._facts | {"tokenizer": self._tokenizer.fingerprint}
+        facts |= {"contents": files.contents} if (files := self._records.files) else {}
+        facts |= {"held_out": "end"} if self.notes.held_out else {}
+        order = {"shuffle": self._options.data.shuffle, "shuffle_block": self._block_records}
+        return self._options.identity(facts | order)
 
     def documents(self, cursor: Cursor | None = None) -> Documents:
         counts = counts_of(cursor)
@@ -227,7 +219,7 @@ class TextStream:
     def _documents_in(self, block: RecordBlock, number: int, at: int, counts: dict[str, int]) -> Iterator[Document]:
         """Documents of a block, the `number`th of its epoch, from number `at`, in shuffled order."""
         count, epoch = len(block.records), counts["epoch"]
-        if at > count and not self._options.accept_changes:
+        if at > count and not self._options.data.accept_changes:
             raise DataError(
                 f"{self._name}: the cursor is at document {at} of a block that now has {count}: the files changed "
                 "since the checkpoint; restore them, or start a new run from the weights with train.init_from"
@@ -237,7 +229,7 @@ class TextStream:
             order = permutation(count, self._options.seed, epoch, number).tolist()
         for begin in range(at, count, TOKENISE_AT_ONCE):
             group = [block.records[i] for i in order[begin : begin + TOKENISE_AT_ONCE]]
-            encoded = encode_records(self._tokenizer, group, self._options.special_tokens)
+            encoded = encode_records(self._tokenizer, group, self._special_tokens)
             for done, (tokens, loss) in enumerate(encoded, start=begin + 1):
                 counts["documents"] += 1
                 if done < count:
@@ -254,18 +246,21 @@ class TextStream:
         position = cursor["place"] if cursor else None
         number = cursor["block"] if cursor else 0
         options = self._options
+        limits: dict[str, Any] = {
+            "count": self._block_records,
+            "size": BLOCK_BYTES,
+            "skip_bad": options.data.bad_records == "skip",
+        }
         while epoch == 0 or self._options.repeat:
             found: int | None = 0 if position is None else None  # counted over complete epochs only
             with_text = empty = bad = 0
             records = self._records.open(epoch, position)
             last = False
             while not last:
-                block = read_block(
-                    records, self._tokenizer, count=self._block_records, size=BLOCK_BYTES, skip_bad=options.skip_bad
-                )
+                block = read_block(records, self._tokenizer, **limits)
                 if epoch == number == 0:
                     texts = [record.text for record in block.records[:CHECKED_DOCUMENTS]]
-                    check_round_trip(self._tokenizer, texts, options.max_lost_text)
+                    check_round_trip(self._tokenizer, texts, options.data.max_lost_text)
                 with_text, empty, bad = with_text + len(block.records), empty + block.left_out, bad + len(block.bad)
                 self._note_bad_records(block.bad)
                 parts = (self._split.part(record, options.split) for record in block.records)
@@ -286,7 +281,7 @@ class TextStream:
                 too_short = f" ({self._split.too_short})" if self._split.too_short else ""
                 raise DataUsageError(
                     f"{self._name}: no document for {self._options.split} with validation_fraction="
-                    f"{self._options.validation_fraction}{too_short}: change that fraction, or add documents "
+                    f"{self._options.data.validation_fraction}{too_short}: change that fraction, or add documents "
                     "(identical ones are all on one side)"
                 )
             epoch, position, number = epoch + 1, None, 0
@@ -294,6 +289,15 @@ class TextStream:
     def _note_bad_records(self, messages: list[str]) -> None:
         kept = self.notes.bad_records
         kept += [message for message in messages if message not in kept][: BAD_RECORDS_KEPT - len(kept)]
+
+
+def encoding_facts(part: SourceConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What decides the tokens of records, besides the tokenizer, where it is not the default."""
+    facts: dict[str, Any] = {"special_tokens": True} if part.special_tokens else {}
+    if part.source in ("jsonl", "parquet"):
+        facts |= {"loss_on": part.loss_on} if part.loss_on != "all" else {}
+        facts |= {"chat_template": tokenizer.chat.fingerprint} if tokenizer.chat else {}
+    return facts
 
 
 def record_hash(record: Record) -> int:
