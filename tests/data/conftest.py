@@ -55,21 +55,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> dict[s
         packed = compress(b"".join(lines[:half])) + compress(b"".join(lines[half:]))
         (folders["zst"] / f"{part}.jsonl.zst").write_bytes(packed)
         pq.write_table(pa.table({"text": mine}), folders["parquet"] / f"{part}.parquet", row_group_size=7)
-        count = len(mine)
-        fineweb = pa.table(
-            {
-                "text": mine,
-                "id": [f"<urn:uuid:{part}-{i}>" for i in range(count)],
-                "dump": ["CC-MAIN-2024-10"] * count,
-                "url": [f"https://example.org/{i}" for i in range(count)],
-                "file_path": ["s3://example"] * count,
-                "language": ["en"] * count,
-                "language_score": [0.97] * count,
-                "token_count": [len(text) // 4 for text in mine],
-                "score": [3.1] * count,
-                "int_score": [3] * count,
-            }
-        )
+        fineweb = pa.table({"id": [f"<urn:uuid:{part}>"] * len(mine), "text": mine, "score": [3.1] * len(mine)})
         pq.write_table(fineweb, folders["fineweb"] / f"{part:03d}_00000.parquet", row_group_size=7)
     return folders
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tercet.config.data import DataConfig
-from tercet.data.packing import IGNORE, Packing, pack
+from tercet.data.packing import IGNORE, BatchLayout, pack
 from tercet.data.stream import DataError, Document
 
 EOS = 0
@@ -29,8 +29,8 @@ class ListStream:
             yield Document(np.array(self._documents[i], dtype=np.uint16), loss, here)
 
 
-def packing(seq_len: int, sequences: int, *, whole: bool = False) -> Packing:
-    return Packing(seq_len, sequences, 0, sequences, whole, EOS)
+def packing(seq_len: int, sequences: int, *, whole: bool = False) -> BatchLayout:
+    return BatchLayout(seq_len, sequences, 0, sequences, whole, EOS)
 
 
 def oracle(documents: list[list[int]], seq_len: int, sequences: int, whole: bool):

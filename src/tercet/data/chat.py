@@ -47,10 +47,10 @@ class ChatTemplate:
                 settings |= parse_json(files.get(name, "{}"))
             except (TypeError, ValueError) as error:
                 raise DataError(f"{name} next to tokenizer.json is damaged ({error}): copy it again") from None
-        found = files.get("chat_template.jinja") or settings.get("chat_template")
-        if isinstance(found, list):  # of {"name": ..., "template": ...}
-            found = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
-        sources: dict[str, Any] = found if isinstance(found, dict) else {"default": found}
+        template = files.get("chat_template.jinja") or settings.get("chat_template")
+        if isinstance(template, list):  # of {"name": ..., "template": ...}
+            template = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
+        sources: dict[str, Any] = template if isinstance(template, dict) else {"default": template}
         if not isinstance(sources.get("default"), str):
             return None
         tokens = {name: value for name, value in settings.items() if name.endswith("_token")}
@@ -80,8 +80,8 @@ class ChatTemplate:
             raise ChatError(f"its messages are {type(messages).__name__}, not a list")
         for number, message in enumerate(messages, start=1):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                found = ", ".join(message) if isinstance(message, dict) else type(message).__name__
-                raise ChatError(f"its message {number} has no role (it has {found or 'nothing'})")
+                fields = ", ".join(message) if isinstance(message, dict) else type(message).__name__
+                raise ChatError(f"its message {number} has no role (it has {fields or 'nothing'})")
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError as error:

@@ -125,7 +125,7 @@ def bench(
             batch = following
         elapsed, busy = time.perf_counter() - started, time.process_time() - started_busy
     tokens = batch.stats.tokens - first
-    found = {
+    measured = {
         "source": data.source if data.source != "synthetic" else f"synthetic/{data.synthetic.task}",
         "tokenizer": data.tokenizer,
         "seq_len": data.seq_len,
@@ -141,9 +141,9 @@ def bench(
         "machine": platform.machine(),
     }
     print(
-        f"{found['source']}, {found['tokenizer']}: {found['tokens_per_second']:,.0f} tokens/s, "
-        f"{found['tokens_per_core_second']:,.0f} tokens per CPU second "
-        f"(first batch after {found['first_batch_seconds']} s)"
+        f"{measured['source']}, {measured['tokenizer']}: {measured['tokens_per_second']:,.0f} tokens/s, "
+        f"{measured['tokens_per_core_second']:,.0f} tokens per CPU second "
+        f"(first batch after {measured['first_batch_seconds']} s)"
     )
-    print(json.dumps(found))
+    print(json.dumps(measured))
     return 0

@@ -20,7 +20,7 @@ import numpy as np
 from tercet.config.data import SHORTEST_EXERCISE
 from tercet.data.order import key
 from tercet.data.retrieval import TRAINING_WORDINGS, TRAINING_WORDS, VERSION, Draws, Pair, WordList
-from tercet.data.stream import Cursor, Document, Documents, DocumentStream, Segment
+from tercet.data.stream import Cursor, Document, DocumentGenerator, DocumentStream, ExercisePart
 from tercet.data.tokenizers import ByteTokenizer, Tokenizer
 
 SHORTEST_GROUP, LONGEST_GROUP = 0.5, 3.0  # of joined documents, in sequences
@@ -52,7 +52,7 @@ class ExerciseStream:
     def identity(self) -> dict[str, Any]:
         return {**self._stream.identity, "data.retrieval": self._share, "data.retrieval_version": VERSION}
 
-    def documents(self, cursor: Cursor | None = None) -> Documents:
+    def documents(self, cursor: Cursor | None = None) -> DocumentGenerator:
         counts: dict[str, int] = dict.fromkeys(("read", "joined", "groups", "next"), 0)
         counts |= cursor["retrieval"] if cursor else {}
         source = self._stream.documents(cursor)
@@ -117,13 +117,13 @@ class ExerciseWriter:
 
     def maybe_segment(
         self, tokens: np.ndarray, loss: np.ndarray | None, stream: int, share: float, offset: int, room: int
-    ) -> Segment:
+    ) -> ExercisePart:
         """`segment` with probability `share`, else plain text: for documents of many sequences."""
         if Draws(stream, offset, 0).uniform() < share:
             return self.segment(tokens, loss, stream, offset, room)
         return _plain(tokens, loss, offset, room)
 
-    def segment(self, tokens: np.ndarray, loss: np.ndarray | None, stream: int, offset: int, room: int) -> Segment:
+    def segment(self, tokens: np.ndarray, loss: np.ndarray | None, stream: int, offset: int, room: int) -> ExercisePart:
         """The exercise that starts at `offset` of the document and takes at most `room` tokens."""
         text = tokens[offset : offset + room + 1]  # one more: the last token's target
         size = min(room, len(tokens) - offset)
@@ -145,7 +145,7 @@ class ExerciseWriter:
         mask = None
         if loss is not None:
             mask = insert(loss[offset : offset + used + 1], places, [np.ones(len(line), dtype=bool) for line in lines])
-        return Segment(insert(text, places, lines), mask, used + added, used)
+        return ExercisePart(insert(text, places, lines), mask, used + added, used)
 
     def _encode(self, items: list[list[Line]], lead: str, budget: int) -> list[tuple[float, np.ndarray]]:
         """The lines of the first items that take at most `budget` tokens together, in order of position."""
@@ -161,9 +161,9 @@ class ExerciseWriter:
         return sorted(chosen, key=lambda line: line[0])  # stable: a question stays after its facts
 
 
-def _plain(tokens: np.ndarray, loss: np.ndarray | None, offset: int, room: int) -> Segment:
+def _plain(tokens: np.ndarray, loss: np.ndarray | None, offset: int, room: int) -> ExercisePart:
     here, size = slice(offset, offset + room + 1), min(room, len(tokens) - offset)
-    return Segment(tokens[here], None if loss is None else loss[here], size, size)
+    return ExercisePart(tokens[here], None if loss is None else loss[here], size, size)
 
 
 def ends_line(tokenizer: Tokenizer) -> np.ndarray:
@@ -314,10 +314,10 @@ def _word_list(draws: Draws, size: int) -> list[Line]:
 
 def distinct(draws: Draws, count: int, draw: Callable[[Draws], str]) -> list[str]:
     """Different strings, in the order in which they were drawn."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[draw(draws)] = None
-    return list(found)
+    drawn: dict[str, None] = {}
+    while len(drawn) < count:
+        drawn[draw(draws)] = None
+    return list(drawn)
 
 
 def list_text(draws: Draws, wording: WordList, words: list[str], counts: list[int]) -> tuple[str, list[str]]:

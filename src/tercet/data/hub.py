@@ -167,9 +167,9 @@ def _find(state: Any, name: str) -> Any:
     if isinstance(state, dict):
         if name in state:
             return state[name]
-        for value in state.values():
-            if (found := _find(value, name)) is not None:
-                return found
+        for inner in state.values():
+            if (value := _find(inner, name)) is not None:
+                return value
     return None
 
 
@@ -246,10 +246,10 @@ def library_logs_attached() -> Iterator[None]:
 
 
 def _library_handlers() -> list[logging.Handler]:
-    found = [logging.lastResort] if logging.lastResort else []
+    handlers = [logging.lastResort] if logging.lastResort else []
     for name in (*_LIBRARIES, None):
-        found += logging.getLogger(name).handlers
-    return found
+        handlers += logging.getLogger(name).handlers
+    return handlers
 
 
 class _LogCapture(logging.Filter, threading.local):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tercet.config.data import DataConfig, MixturePart, SourceConfig
-from tercet.data.packing import IGNORE, PackedBatch, Packing, pack
+from tercet.data.packing import IGNORE, BatchLayout, PackedBatch, pack
 from tercet.data.records import Record
 from tercet.data.shards import read_manifest, verify
 from tercet.data.sources import open_stream, record_source
@@ -38,7 +38,7 @@ def describe(data: DataConfig, *, split: Split, sequences: int, seed: int) -> It
     yield from stream.notes.held_out
     for part in data.mixture or (data,):
         yield from _special_strings(part, tokenizer)
-    packing = Packing(data.seq_len, sequences, 0, sequences, data.packing == "whole", tokenizer.eos_id)
+    packing = BatchLayout(data.seq_len, sequences, 0, sequences, data.packing == "whole", tokenizer.eos_id)
     batches = pack(stream, packing)
     packed = next(batches, None)
     batches.close()
@@ -117,15 +117,15 @@ def _special_strings(part: SourceConfig, tokenizer: Tokenizer) -> Iterator[str]:
         if isinstance(record, Record):
             documents, chats = documents + 1, chats or record.learned is not None
             text = (record.prompt or b"") + (record.messages or record.text)
-            counts.update(found.decode() for found in pattern.findall(text))
+            counts.update(match.decode() for match in pattern.findall(text))
             size += len(text)
             if size >= SCANNED_BYTES:
                 break
     name = part.name if isinstance(part, MixturePart) and part.name else part.source
     read = f"the first {documents:,} documents" if size >= SCANNED_BYTES else f"documents: {documents:,}"
-    found = ", ".join(f"{string} {count:,}" for string, count in counts.most_common(5))
+    listed = ", ".join(f"{string} {count:,}" for string, count in counts.most_common(5))
     become = "special tokens" if part.special_tokens or chats else "plain text, or tokens with data.special_tokens"
     yield (
         f"{name}: {counts.total():,} strings of special tokens in the text ({read})"
-        + (f": {found}; they become {become}" if counts else "")
+        + (f": {listed}; they become {become}" if counts else "")
     )

@@ -17,9 +17,9 @@ import torch
 from tercet.config.data import DataConfig
 from tercet.data.files import describe_changes
 from tercet.data.packing import (
+    BatchLayout,
     LoaderStats,
     PackedBatches,
-    Packing,
     block_dtype,
     check_block,
     check_identity,
@@ -117,7 +117,7 @@ def build_loader(
             state, changes = _match_files(state, stream, file_lists, accept=data.accept_changes)
             check_block(state, data.shuffle_sequences, data.seq_len)
     share = batch_sequences // world_size
-    packing = Packing(
+    packing = BatchLayout(
         seq_len=data.seq_len,
         sequences=batch_sequences,
         first=rank * share,

@@ -7,6 +7,7 @@ own generators, and a run resumed after an upgrade would read its documents in a
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -66,18 +67,32 @@ def validation_threshold(fraction: float) -> int:
     return min(int(fraction * 2.0**64), _MASK)
 
 
-def describe_held_out(documents: int, fraction: float, held_out: int, total: str) -> str:
-    """Why validation reads the end of the text rather than whole documents."""
-    few = f"{documents} documents are" if documents > 1 else "1 document is"
-    return (
-        f"{few} too few to hold out whole ones at validation_fraction={fraction:g}: validation reads the last "
-        f"{held_out:,} of {total} instead"
-    )
+@dataclass(frozen=True)
+class HeldOutEnd:
+    """The end of a text, which is for validation where whole documents are too few."""
 
+    documents: int
+    fraction: float
+    total: int
+    unit: str  # of total and size: bytes, or tokens of shards
 
-def describe_too_short(held_out: int, total: str) -> str:
-    """Why the end of the text is not held out, for the error that a split has no document."""
-    return (
-        f"the last {held_out} of {total} would be held out instead, but that is below the minimum of "
-        f"{SHORTEST_HELD_OUT}"
-    )
+    @property
+    def size(self) -> int:
+        return int(self.fraction * self.total)
+
+    @property
+    def too_short(self) -> str:
+        """Why it is not held out after all, for the error that a split has no document."""
+        if self.size >= SHORTEST_HELD_OUT:
+            return ""
+        return (
+            f" (the last {self.size} of {self.total:,} {self.unit} would be held out instead, but that is below the "
+            f"minimum of {SHORTEST_HELD_OUT})"
+        )
+
+    def __str__(self) -> str:
+        few = f"{self.documents} documents are" if self.documents > 1 else "1 document is"
+        return (
+            f"{few} too few to hold out whole ones at validation_fraction={self.fraction:g}: validation reads the "
+            f"last {self.size:,} of {self.total:,} {self.unit} instead"
+        )

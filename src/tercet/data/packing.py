@@ -64,7 +64,7 @@ PackedBatches = Generator[PackedBatch, None, None]  # close() stops background r
 
 
 @dataclass(frozen=True)
-class Packing:
+class BatchLayout:
     seq_len: int
     sequences: int  # S, over all ranks
     first: int  # first sequence of this rank
@@ -75,7 +75,7 @@ class Packing:
     accept_changes: bool = False  # of the files: a document that is now too short for the cursor is read from its start
 
 
-def pack(stream: DocumentStream, packing: Packing, state: dict[str, Any] | None = None) -> PackedBatches:
+def pack(stream: DocumentStream, packing: BatchLayout, state: dict[str, Any] | None = None) -> PackedBatches:
     """Batches after `state`. The last batch of a stream is padded."""
     packer = _Packer(stream, packing, state)
     try:
@@ -105,7 +105,7 @@ def check_identity(state: dict[str, Any], identity: dict[str, Any]) -> None:
 
 
 class _Packer:
-    def __init__(self, stream: DocumentStream, packing: Packing, state: dict[str, Any] | None) -> None:
+    def __init__(self, stream: DocumentStream, packing: BatchLayout, state: dict[str, Any] | None) -> None:
         self._identity = stream.identity
         if state is not None:
             check_identity(state, self._identity)
@@ -131,7 +131,7 @@ class _Packer:
     def close(self) -> None:
         self._documents.close()
 
-    def next_batch(self, packing: Packing) -> PackedBatch | None:
+    def next_batch(self, packing: BatchLayout) -> PackedBatch | None:
         """The next batch of that size; None if the stream has no documents left."""
         length = packing.seq_len
         size = packing.count * length
@@ -251,7 +251,7 @@ def block_dtype(vocab_size: int) -> type[np.signedinteger[Any]]:
 
 
 def pack_shuffled(
-    stream: DocumentStream, packing: Packing, block: int, seed: int, state: dict[str, Any] | None, limit: int | None
+    stream: DocumentStream, packing: BatchLayout, block: int, seed: int, state: dict[str, Any] | None, limit: int | None
 ) -> PackedBatches:
     """Like `pack`, with the sequences of every `block` permuted. Blocks use the packing's dtype; batches are int64.
 
@@ -274,7 +274,7 @@ def pack_shuffled(
 
 def _shuffled_sequences(
     stream: DocumentStream,
-    packing: Packing,
+    packing: BatchLayout,
     block: int,
     seed: int,
     state: dict[str, Any] | None,
@@ -350,7 +350,7 @@ def check_block(state: dict[str, Any], block: int, seq_len: int) -> None:
             )
 
 
-def _non_padding(packed: PackedBatch, packing: Packing) -> list[int]:
+def _non_padding(packed: PackedBatch, packing: BatchLayout) -> list[int]:
     """Numbers of the sequences that are not all padding; the end of the data leaves some."""
     tokens, targets = (array.reshape(-1, packing.seq_len) for array in (packed.tokens, packed.targets))
     padding = tokens[:, 0] == packing.padding_token
@@ -367,7 +367,7 @@ def _sequence(packed: PackedBatch, number: int, length: int, state: dict[str, An
     return PackedBatch(packed.tokens[begin:end].copy(), packed.targets[begin:end].copy(), bounds, state, stats)
 
 
-def _join(batch: list[PackedBatch], packing: Packing) -> PackedBatch:
+def _join(batch: list[PackedBatch], packing: BatchLayout) -> PackedBatch:
     """This rank's share as one batch, padded if the batch is incomplete."""
     length = packing.seq_len
     tokens = np.full(packing.count * length, packing.padding_token, dtype=np.int64)

@@ -24,8 +24,8 @@ from pydantic import BaseModel, Field
 
 from tercet import atomic_io, parse
 from tercet.data.files import FileSet
-from tercet.data.order import SHORTEST_HELD_OUT, describe_held_out, describe_too_short, in_validation, permutation
-from tercet.data.stream import Cursor, DataError, DataUsageError, Document, Documents, ReadOptions, SourceNotes
+from tercet.data.order import HeldOutEnd, in_validation, permutation
+from tercet.data.stream import Cursor, DataError, DataUsageError, Document, DocumentGenerator, ReadOptions, SourceNotes
 from tercet.data.tokenizers import LibraryTokenizer, Tokenizer
 from tercet.parse import describe, one_line_errors
 
@@ -96,25 +96,20 @@ class ShardStream:
         self._loss = [_open(folder, entry, "loss") if "loss" in entry["files"] else None for entry in entries]
         shard, starts, ends, hashes = _documents(folder, entries)
         validation = in_validation(hashes, fraction)
-        total = int((ends - starts).sum())
-        held_out = int(fraction * total)
+        end = HeldOutEnd(len(hashes), fraction, int((ends - starts).sum()), "tokens")
         if hold_out_end is None:
             hold_out_end = len(hashes) > 0 and validation.all() == validation.any()
-        if hold_out_end and held_out >= SHORTEST_HELD_OUT:
-            starts, ends = _split_tokens(starts, ends, total - held_out, options.split)
+        if hold_out_end and not end.too_short:
+            starts, ends = _split_tokens(starts, ends, end.total - end.size, options.split)
             in_split = ends > starts
-            words = describe_held_out(len(hashes), fraction, held_out, f"{total:,} tokens")
-            self.notes.held_out.append(f"{name}: {words}")
+            self.notes.held_out.append(f"{name}: {end}")
         else:
             in_split = validation == (options.split == "validation")
         self._shard, self._start, self._end = shard[in_split], starts[in_split], ends[in_split]
         if not in_split.any():
-            too_short = ""
-            if hold_out_end and held_out < SHORTEST_HELD_OUT:
-                too_short = f" ({describe_too_short(held_out, f'{total:,} tokens')})"
             raise DataUsageError(
                 f"{name}: none of the {len(in_split)} documents in {folder} is for {options.split} with "
-                f"validation_fraction={fraction}{too_short}: change that fraction, or "
+                f"validation_fraction={fraction}{end.too_short if hold_out_end else ''}: change that fraction, or "
                 "prepare more documents"
             )
 
@@ -124,7 +119,7 @@ class ShardStream:
         facts |= {"held_out": "end"} if self.notes.held_out else {}
         return self._options.identity(facts | {"shuffle": self._options.data.shuffle})
 
-    def documents(self, cursor: Cursor | None = None) -> Documents:
+    def documents(self, cursor: Cursor | None = None) -> DocumentGenerator:
         epoch, at, delivered = (cursor["epoch"], cursor["at"], cursor["documents"]) if cursor else (0, 0, 0)
         count = len(self._shard)
         while epoch == 0 or self._options.repeat:
@@ -180,9 +175,9 @@ def verify(folder: Path) -> dict[str, Any]:
         for kind, facts in entry["files"].items():
             path = folder / f"{entry['name']}.{kind}.npy"
             _check_size(path, facts)
-            if (found := atomic_io.sha256(path)) != facts["sha256"]:
+            if (digest := atomic_io.sha256(path)) != facts["sha256"]:
                 raise DataError(
-                    f"{path} has sha256 {found[:16]}…, its manifest says {facts['sha256'][:16]}…: "
+                    f"{path} has sha256 {digest[:16]}…, its manifest says {facts['sha256'][:16]}…: "
                     "the file is damaged; prepare the shards again or restore it"
                 )
     return manifest
@@ -227,16 +222,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _documents(folder: Path, entries: list[dict[str, Any]]) -> tuple[np.ndarray, ...]:
     """Shard, first token, end and hash of each document, of all shards."""
-    found = [_open(folder, entry, "documents") for entry in entries]
-    for entry, shard in zip(entries, found, strict=True):
+    shards = [_open(folder, entry, "documents") for entry in entries]
+    for entry, shard in zip(entries, shards, strict=True):
         ends = shard["end"].astype(np.int64)
         if (np.diff(ends, prepend=0) <= 0).any() or (ends[-1] if len(ends) else 0) != entry["tokens"]:
             raise DataError(
                 f"{folder / entry['name']}.documents.npy does not fit its tokens: the end of a document is not after "
                 "the one before; prepare the shards again or restore it"
             )
-    documents = np.concatenate([np.empty(0, DOCUMENT), *found])
-    number = np.repeat(np.arange(len(found), dtype=np.int32), [len(shard) for shard in found])
+    documents = np.concatenate([np.empty(0, DOCUMENT), *shards])
+    number = np.repeat(np.arange(len(shards), dtype=np.int32), [len(shard) for shard in shards])
     ends = documents["end"].astype(np.int64)
     starts = np.where(np.diff(number, prepend=-1) > 0, 0, np.roll(ends, 1))
     return number, starts, ends, documents["hash"]
@@ -286,7 +281,7 @@ def _open(folder: Path, entry: dict[str, Any], kind: str) -> np.ndarray:
 def _check_size(path: Path, facts: dict[str, Any]) -> None:
     size = path.stat().st_size if path.is_file() else None
     if size != facts["bytes"]:
-        found = "missing" if size is None else f"{size} bytes long"
+        actual = "missing" if size is None else f"{size} bytes long"
         raise DataError(
-            f"{path} is {found}, its manifest says {facts['bytes']} bytes: restore it, or prepare the shards again"
+            f"{path} is {actual}, its manifest says {facts['bytes']} bytes: restore it, or prepare the shards again"
         )

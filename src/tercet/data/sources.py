@@ -13,7 +13,15 @@ from tercet.data.files import FileRecords, find_files, python_files
 from tercet.data.order import document_hash, key
 from tercet.data.records import RecordFormat, jsonl_reader, parquet_reader, python_reader, text_reader
 from tercet.data.shards import ShardStream
-from tercet.data.stream import Cursor, DataUsageError, Documents, DocumentStream, ReadOptions, SourceNotes, Split
+from tercet.data.stream import (
+    Cursor,
+    DataUsageError,
+    DocumentGenerator,
+    DocumentStream,
+    ReadOptions,
+    SourceNotes,
+    Split,
+)
 from tercet.data.synthetic import SyntheticStream
 from tercet.data.text import RecordSource, TextStream, ValidationSplit
 from tercet.data.tokenizers import Tokenizer
@@ -114,7 +122,7 @@ class MixtureStream:
             files={name: files for notes in parts for name, files in notes.files.items()},
         )
 
-    def documents(self, cursor: Cursor | None = None) -> Documents:
+    def documents(self, cursor: Cursor | None = None) -> DocumentGenerator:
         names = list(self._parts)
         tokens: dict[str, int] = dict(cursor["tokens"]) if cursor else dict.fromkeys(names, 0)
         cursors: dict[str, Cursor | None] = dict(cursor["parts"]) if cursor else dict.fromkeys(names)

@@ -21,7 +21,7 @@ Split = Literal["train", "validation"]
 COUNTS = ("epoch", "documents", "skipped", "left_out")
 
 
-class Segment(NamedTuple):
+class ExercisePart(NamedTuple):
     """A document's share of one sequence, with lines put into its text."""
 
     tokens: np.ndarray  # [take], and one more if the document continues: the last token's target
@@ -34,10 +34,10 @@ class Document(NamedTuple):
     tokens: np.ndarray  # [n] unsigned, including EOS
     loss: np.ndarray | None  # [n] bool: tokens that count as targets; None: all
     cursor: Cursor  # position after this document
-    segment: Callable[[int, int], Segment] | None = None  # (offset, room) -> an exercise instead of plain tokens
+    segment: Callable[[int, int], ExercisePart] | None = None  # (offset, room) -> an exercise instead of plain tokens
 
 
-Documents = Generator[Document, None, None]  # close() stops background readers
+DocumentGenerator = Generator[Document, None, None]  # close() stops background readers
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class DocumentStream(Protocol):
     @property
     def notes(self) -> SourceNotes: ...
 
-    def documents(self, cursor: Cursor | None = None) -> Documents:
+    def documents(self, cursor: Cursor | None = None) -> DocumentGenerator:
         """Documents after `cursor`; None: from the start."""
 
 

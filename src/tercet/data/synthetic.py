@@ -18,7 +18,7 @@ import numpy as np
 
 from tercet.config.data import SyntheticConfig
 from tercet.data.order import in_validation, key, mix, random_below, random_u64
-from tercet.data.stream import Cursor, DataUsageError, Document, Documents, ReadOptions, SourceNotes
+from tercet.data.stream import Cursor, DataUsageError, Document, DocumentGenerator, ReadOptions, SourceNotes
 from tercet.data.tokenizers import Tokenizer, smallest_dtype
 
 KEYS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", dtype=np.uint8)
@@ -51,7 +51,7 @@ class SyntheticStream:
     def identity(self) -> dict[str, Any]:
         return self._options.identity(self._facts)
 
-    def documents(self, cursor: Cursor | None = None) -> Documents:
+    def documents(self, cursor: Cursor | None = None) -> DocumentGenerator:
         delivered = cursor["documents"] if cursor else 0
         number = cursor["number"] if cursor else 0
         while True:

@@ -12,9 +12,7 @@ import numpy as np
 from tercet.config.data import SourceConfig
 from tercet.data.files import FileSet
 from tercet.data.order import (
-    SHORTEST_HELD_OUT,
-    describe_held_out,
-    describe_too_short,
+    HeldOutEnd,
     document_hash,
     permutation,
     validation_threshold,
@@ -27,7 +25,7 @@ from tercet.data.stream import (
     DataError,
     DataUsageError,
     Document,
-    Documents,
+    DocumentGenerator,
     EmptyDataError,
     ReadOptions,
     SourceNotes,
@@ -133,10 +131,9 @@ class ValidationSplit:
             sides.add(digest < split._threshold)
             if len(seen) > SPLIT_RECORDS or (len(sides) == 2 and not always):
                 return split
-        total = sum(size for _, size, _ in seen)
-        missing = held_out = int(fraction * total)
-        if held_out < SHORTEST_HELD_OUT:
-            split.too_short = describe_too_short(held_out, f"{total:,} bytes")
+        end = HeldOutEnd(len(seen), fraction, sum(size for _, size, _ in seen), "bytes")
+        split.too_short, missing = end.too_short, end.size
+        if end.too_short:
             return split
         for digest, size, with_prompt in reversed(seen):
             if missing <= 0:
@@ -144,7 +141,7 @@ class ValidationSplit:
             # A prompt belongs to its text: such records are not cut, and the first one is for training.
             split._kept[digest] = (0 if len(seen) > 1 else size) if with_prompt else max(0, size - missing)
             missing -= size
-        split.held_out = describe_held_out(len(seen), fraction, held_out, f"{total:,} bytes")
+        split.held_out = str(end)
         return split
 
     def part(self, record: Record, split: Split) -> Record | None:
@@ -201,7 +198,7 @@ class TextStream:
         order = {"shuffle": self._options.data.shuffle, "shuffle_block": self._block_records}
         return self._options.identity(facts | order)
 
-    def documents(self, cursor: Cursor | None = None) -> Documents:
+    def documents(self, cursor: Cursor | None = None) -> DocumentGenerator:
         counts = counts_of(cursor)
         at = cursor["at"] if cursor else 0
         blocks = Prefetcher(self._blocks(cursor), depth=1)
@@ -251,8 +248,8 @@ class TextStream:
             "size": BLOCK_BYTES,
             "skip_bad": options.data.bad_records == "skip",
         }
-        while epoch == 0 or self._options.repeat:
-            found: int | None = 0 if position is None else None  # counted over complete epochs only
+        while epoch == 0 or options.repeat:
+            in_split: int | None = 0 if position is None else None  # counted over complete epochs only
             with_text = empty = bad = 0
             records = self._records.open(epoch, position)
             last = False
@@ -265,24 +262,23 @@ class TextStream:
                 self._note_bad_records(block.bad)
                 parts = (self._split.part(record, options.split) for record in block.records)
                 block.records = [part for part in parts if part is not None]
-                found = None if found is None else found + len(block.records)
+                in_split = None if in_split is None else in_split + len(block.records)
                 yield epoch, number, block
                 number, last = number + 1, block.last
-            if found == 0 and with_text == 0 and bad:
+            if in_split == 0 and with_text == 0 and bad:
                 raise DataError(
                     f"{self._name}: every record with text was skipped as bad ({bad:,}, the first: "
                     f"{self.notes.bad_records[0]}): fix them, or check data.source and data.path"
                 )
-            if found == 0 and with_text == 0:
+            if in_split == 0 and with_text == 0:
                 raise EmptyDataError(
                     f"{self._name}: no document has any text (empty documents: {empty:,}): check data.path"
                 )
-            if found == 0:
-                too_short = f" ({self._split.too_short})" if self._split.too_short else ""
+            if in_split == 0:
                 raise DataUsageError(
-                    f"{self._name}: no document for {self._options.split} with validation_fraction="
-                    f"{self._options.data.validation_fraction}{too_short}: change that fraction, or add documents "
-                    "(identical ones are all on one side)"
+                    f"{self._name}: no document for {options.split} with "
+                    f"validation_fraction={options.data.validation_fraction}{self._split.too_short}: "
+                    "change that fraction, or add documents (identical ones are all on one side)"
                 )
             epoch, position, number = epoch + 1, None, 0
 

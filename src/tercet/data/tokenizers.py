@@ -176,18 +176,20 @@ class LibraryTokenizer:
 
     def encode_documents(self, texts: Sequence[bytes], specials: bool = False) -> list[np.ndarray]:
         library = self._parser if specials else self._library
-        found: list[np.ndarray] = []
+        encoded: list[np.ndarray] = []
         group: list[bytes] = []
         for i, text in enumerate(texts):
             if len(text) > ENCODED_AT_ONCE:
-                found.append(np.concatenate([*self._encode_long(text, specials), np.array([self.eos_id], self.dtype)]))
+                encoded.append(
+                    np.concatenate([*self._encode_long(text, specials), np.array([self.eos_id], self.dtype)])
+                )
                 continue
             group.append(text)
             if i + 1 == len(texts) or sum(map(len, group)) + len(texts[i + 1]) > ENCODED_AT_ONCE:
                 encodings = library.encode_batch_fast([t.decode() for t in group], add_special_tokens=False)
-                found += [np.array([*encoding.ids, self.eos_id], dtype=self.dtype) for encoding in encodings]
+                encoded += [np.array([*encoding.ids, self.eos_id], dtype=self.dtype) for encoding in encodings]
                 group = []
-        return found
+        return encoded
 
     def _encode_long(self, text: bytes, specials: bool) -> Iterator[np.ndarray]:
         """The tokens of `text`, a piece at a time: each is encoded behind the end of the one before it."""
@@ -376,15 +378,15 @@ def _largest_id(library: Library) -> int:
 
 def _find_eos(library: Library, name: str, eos_token: str) -> int:
     if eos_token:
-        found = library.token_to_id(eos_token)
-        if found is None:
+        token = library.token_to_id(eos_token)
+        if token is None:
             raise DataUsageError(
                 f"eos_token={eos_token!r} is not in the vocabulary of {name}; its special tokens: {_specials(library)}"
             )
-        return found
+        return token
     for candidate in EOS_NAMES:
-        if (found := library.token_to_id(candidate)) is not None:
-            return found
+        if (token := library.token_to_id(candidate)) is not None:
+            return token
     raise DataUsageError(
         f"tokenizer {name} has none of the usual end-of-document tokens ({', '.join(EOS_NAMES)}): "
         f"name it with --data.eos_token; its special tokens: {_specials(library)}"
