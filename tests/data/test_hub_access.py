@@ -104,14 +104,6 @@ def listening(logger):
         logger.removeHandler(handler)
 
 
-def test_after_a_successful_retry_the_log_appears():
-    with listening(logging.getLogger("huggingface_hub")) as heard:
-        with library_logs_attached():
-            complain()
-            assert heard == []
-        assert heard == [RETRY]
-
-
 def test_overlapping_threads_do_not_lose_log_lines():
     logger = logging.getLogger("datasets")
     first_in, second_in, logged, first_out = (threading.Event() for _ in range(4))
