@@ -328,7 +328,7 @@ def test_a_hostile_file_ends_in_one_short_line(name, tmp_path):
 @pytest.mark.parametrize("column", [[["a"]], [{"a": "b"}], [1], [None]])
 def test_a_parquet_column_that_is_not_text_is_named_once(column, tmp_path):
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
-    ((_, error),) = records.parquet_reader("text", "")(tmp_path / "a.parquet", 0)
+    ((_, error),) = records.parquet_reader(records.RecordFormat())(tmp_path / "a.parquet", 0)
     assert re.search("its column 'text' is .*, not text", str(error))
 
 
