@@ -36,7 +36,9 @@ LAYERS = {
     ),
     "one branch": lambda: NativeSparseAttention(24, 4, 2, 8, config=SMALL, branches=("window",), selector="learned"),
 }
-ON_KERNELS = partial(NativeSparseAttention, 24, 4, 2, 16, 16, SMALL, backend="triton")
+ON_KERNELS = [
+    partial(layer, 24, 4, 2, 16, 16, SMALL, backend="triton") for layer in (NativeSparseAttention, WindowAttention)
+]
 BOUNDS = {
     "one document": [0, 384],
     "documents across ranks": [0, 5, 100, 110, 290, 291, 384],
@@ -56,14 +58,10 @@ def main() -> None:
 
 def on_kernels(group) -> None:  # type: ignore[no-untyped-def]
     """In Triton's interpreter, which is slow: few tokens."""
-    for by_blocks in (False, True):
-        result = compare(ON_KERNELS, [0, 5, 60, 128], group, by_blocks, torch.float32)
+    for build in ON_KERNELS:
+        result = compare(build, [0, 5, 60, 128], group, torch.float32)
         if dist.get_rank() == 0:
-            report(by_blocks=by_blocks, **result)
-    window = partial(WindowAttention, 24, 4, 2, 16, 16, SMALL, backend="triton")
-    result = compare(window, [0, 5, 60, 128], group, False, torch.float32)
-    if dist.get_rank() == 0:
-        report(by_blocks=False, **result)
+            report(**result)
 
 
 def every_layer(group, few: bool) -> None:  # type: ignore[no-untyped-def]
@@ -72,15 +70,12 @@ def every_layer(group, few: bool) -> None:  # type: ignore[no-untyped-def]
         for j, (bounds_name, bounds) in enumerate(BOUNDS.items()):
             if few and i and j not in (0, 1 + i % 3):
                 continue
-            selects = layer_name not in ("dense", "window")
-            both = selects and bounds_name in ("one document", "longer than a chunk, then short")
-            for by_blocks in (False, True) if both else (False,):
-                result = compare(build, bounds, group, by_blocks)
-                if dist.get_rank() == 0:
-                    report(layer=layer_name, bounds=bounds_name, by_blocks=by_blocks, **result)
+            result = compare(build, bounds, group)
+            if dist.get_rank() == 0:
+                report(layer=layer_name, bounds=bounds_name, **result)
 
 
-def compare(build, bounds, group, by_blocks, dtype=torch.float64):  # type: ignore[no-untyped-def]
+def compare(build, bounds, group, dtype=torch.float64):  # type: ignore[no-untyped-def]
     torch.manual_seed(7)
     # fp64: some gradients are zero up to rounding (a single compressed token does not depend on its keys)
     layer: nn.Module = build().to(dtype).eval()  # in training mode a selector would learn as well
@@ -102,7 +97,7 @@ def compare(build, bounds, group, by_blocks, dtype=torch.float64):  # type: igno
 
     apply_context_parallelism(layer)
     config = getattr(layer, "config", None) or SMALL
-    own_x, own_weight, shard = shard_sequence(x, weight, bounds, config, group, by_blocks=by_blocks)
+    own_x, own_weight, shard = shard_sequence(x, weight, bounds, config, group)
     own_x.requires_grad_()
     own_y = layer(own_x, shard)
     (own_y * own_weight).sum().backward()

@@ -13,7 +13,7 @@ from tercet.parallel.context_layout import ContextLayout
 
 CONFIG = NSAConfig()
 SMALL = NSAConfig(8, 4, 16, 4, 1, 2, 24)
-ALL, FEW = 62, 37  # cells of context_ranks.py
+ALL, FEW = 44, 24  # cells of context_ranks.py
 
 
 @pytest.mark.parametrize("cells", [FEW, pytest.param(ALL, marks=pytest.mark.slow)])
@@ -25,26 +25,22 @@ def test_a_split_sequence_equals_the_whole_one_in_outputs_gradients_and_statisti
         assert r["forward"] < 1e-12, r
         assert r["gradients"] < 1e-8, r
         assert r["stats"] < 1e-12, r
-    fetched = {(r["layer"], r["bounds"], r["by_blocks"]): r["bytes"] for r in results}
-    for layer in ("nsa", "shared", "tied", "as m7c", "ablated", "wide", "block sparse"):
-        whole, blocks = (dict(fetched[layer, "one document", by_blocks]) for by_blocks in (False, True))
-        assert 0 < blocks.pop("requests") + blocks["selected"] < whole.pop("selected"), layer
-        assert {k: n for k, n in blocks.items() if k != "selected"} == whole, layer
+    fetched = {r["layer"]: r["bytes"] for r in results if r["bounds"] == "one document"}
     # as planned, forward and backward, in fp64: rows of two KV heads of 8 and 4
     layout, row = ContextLayout((0, 384), 3, SMALL), 8 * 2 * (8 + 4)
     # a window layer fetches the end of the chunk before it and nothing else, and no layer what it does not read
-    assert fetched["window", "one document", False].keys() == {"window"}
-    assert "compressed" not in fetched["two branches", "one document", False]
+    assert fetched["window"].keys() == {"window"}
+    assert "compressed" not in fetched["two branches"]
     for kind, plan in {"selected": layout.lookback_plan(None), "compressed": layout.compressed_plan()}.items():
         rows = plan.fetched(0) + sum(plan.received(rank, 0) for rank in (1, 2))
-        assert fetched["nsa", "one document", False][kind] == rows * row, kind
+        assert fetched["nsa"][kind] == rows * row, kind
 
 
 @pytest.mark.slow
 def test_a_split_sequence_equals_the_whole_one_on_the_kernels():
     pytest.importorskip("triton")
     results = run_torchrun(2, "context_ranks", "--triton", seconds=900, env={"TRITON_INTERPRET": "1"})
-    assert [r["by_blocks"] for r in results] == [False, True, False]
+    assert len(results) == 2
     assert all(r["routes"] == ["triton"] for r in results), results
     assert_below(results, forward=1e-6, gradients=1e-5, stats=1e-9)
 
