@@ -31,14 +31,14 @@ from tercet.parallel.strategy import Single, Strategy
 
 T = TypeVar("T")
 
-COMPRESSED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def build_strategy(parallel: ParallelConfig, train: TrainConfig, world: World | None) -> Strategy:
     """The configured strategy over the ranks of `world`."""
     if parallel.strategy == "single":
         return Single()
     assert world is not None
+    if parallel.gradient_compression == "fp16":
+        raise UsageError("parallel.gradient_compression=fp16 is no longer supported: pick none or bf16")
     replicated = parallel.strategy == "ddp" or (parallel.strategy == "cp" and parallel.context_weights == "replicated")
     return DataParallel(parallel, train, world) if replicated else FullySharded(parallel, train, world)
 
@@ -147,9 +147,8 @@ class DataParallel(Distributed):
             bucket_cap_mb=self.parallel.bucket_mb,  # type: ignore[arg-type]
             gradient_as_bucket_view=True,
         )
-        if self.parallel.gradient_compression != "none":
-            dtype = COMPRESSED_DTYPES[self.parallel.gradient_compression]
-            wrapped.register_comm_hook(None, lambda _, bucket: compressed_all_reduce(bucket, dtype))
+        if self.parallel.gradient_compression == "bf16":
+            wrapped.register_comm_hook(None, _bf16_all_reduce)
         return wrapped
 
     def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
@@ -160,32 +159,11 @@ class DataParallel(Distributed):
         return nullcontext() if last or recording else cast(DistributedDataParallel, model).no_sync()
 
 
-def compressed_all_reduce(bucket: dist.GradBucket, dtype: torch.dtype) -> torch.futures.Future[Tensor]:
-    """DDP communication hook: average a bucket over ranks in half precision.
-
-    Works on gloo as well; PyTorch's bf16 hook requires NCCL. bf16 has the range of fp32. fp16 does not: the gradients
-    of a bucket span more than its five exponent bits and small ones would become zero, so they are scaled by a power
-    of two that all ranks agree on.
-    """
-    gradient, ranks = bucket.buffer(), dist.get_world_size()
-    mean = gradient / ranks
-    scale = _fp16_scale(mean, ranks) if dtype == torch.float16 else None
-    compressed = (mean if scale is None else mean * scale).to(dtype)
-    future = dist.all_reduce(compressed, async_op=True).get_future()
-
-    def decompress(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-        gradient.copy_(done.value()[0])
-        return gradient if scale is None else gradient.div_(scale)
-
-    return future.then(decompress)  # type: ignore[no-any-return]
-
-
-def _fp16_scale(mean: Tensor, ranks: int) -> Tensor:
-    """The power of two that brings the largest sum close to fp16's maximum. Non-finite gradients stay non-finite."""
-    largest = mean.abs().amax().float()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    limit = torch.finfo(torch.float16).max / 2 / ranks
-    return torch.exp2(torch.floor(torch.log2(limit / largest.clamp(min=1e-30))))
+def _bf16_all_reduce(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP communication hook: average a bucket over ranks in bf16. PyTorch's own requires NCCL, this needs none."""
+    gradient = bucket.buffer()
+    future = dist.all_reduce((gradient / dist.get_world_size()).to(torch.bfloat16), async_op=True).get_future()
+    return future.then(lambda done: gradient.copy_(done.value()[0]))  # type: ignore[no-any-return]
 
 
 class FullySharded(Distributed):
