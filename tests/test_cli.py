@@ -280,7 +280,6 @@ def test_commands_are_refused_before_torch_is_loaded(tmp_path):
         f"train --run.dir {run_folder} --resume auto --train.lr 5": "train.lr was",
         f"train --preset tiny --train.init_from {run_folder} --model.vocab_size 512": "train with its tokenizer",
         "sweep --steps x": "x is not an integer",
-        "flight": "needs RUN",
         "doctor --what": "unknown option --what",
         "watch x --every x": "x is not a number",
         "data prepare --workers x": "x is not an integer",

@@ -102,7 +102,6 @@ watch nowhere --once                                                         now
 watch empty --once                                                           empty has no events
 watch empty --every 0                                                        every=0 must be a positive number
 sweep --lengths abc                                                          --lengths
-flight nowhere                                                               nowhere does not exist
 doctor --config nowhere.toml                                                 config file nowhere.toml does not exist
 doctor --folder empty --short                                                --folder empty without --distributed
 doctor --share_gpus --short                                                  --share_gpus without --distributed
@@ -191,7 +190,6 @@ def test_what_would_be_refused_again_is_exit_code_2(capsys, line):
     ("command", "said"),
     [
         ("data inspect --data.source shards --data.path damaged --verify", "the file is damaged"),
-        ("flight empty", "has no records"),
         ("bench attention", "needs a CUDA device"),
         ("train --preset tiny --run.device cuda --run.dir new", "torch sees no CUDA device"),
     ],

@@ -32,7 +32,6 @@ from tercet.data.train_tokenizer import train_bpe
 from tercet.errors import TercetError
 from tercet.interop.huggingface.export import export
 from tercet.interop.huggingface.import_hf import import_model
-from tercet.parallel.flight_recorder import flight
 from tercet.report.commands import report
 from tercet.report.watch import watch_run
 from tercet.terminal import printable
@@ -61,7 +60,7 @@ TOML_VALUES = [
 ]  # fmt: skip
 FORMATS = (
     "configuration", "Hugging Face folder", "export", "tokenizer.json", "shards", "jsonl", "parquet", "checkpoint",
-    "events", "flight records",
+    "events",
 )  # fmt: skip
 
 
@@ -300,20 +299,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Format]:
 
         return Format(run, {"events_rank0.jsonl": mutate_lines, "heartbeat_rank0.jsonl": mutate_lines}, read)
 
-    def flight_records() -> Format:
-        folder = root / "flight"
-        (folder / "flight_recorder").mkdir(parents=True)
-        entry = {
-            "process_group": ["0", "default_pg"], "collective_seq_id": 3, "profiling_name": "gloo:all_reduce",
-            "input_sizes": [[8]], "state": "started", "retired": False,
-            "frames": [{"filename": "tercet/x.py", "line": 1}],
-        }  # fmt: skip
-        for rank in range(2):
-            record = {"version": "2.10", "entries": [entry, entry | {"collective_seq_id": 4}], "world_size": 2}
-            (folder / "flight_recorder" / f"rank_{rank}.json").write_text(json.dumps(record))
-        return Format(folder, {"flight_recorder/*": mutate_json}, lambda folder: flight(str(folder)))
-
-    makers = (config, huggingface, exported, tokenizer, shards, jsonl, parquet, checkpoint, events, flight_records)
+    makers = (config, huggingface, exported, tokenizer, shards, jsonl, parquet, checkpoint, events)
     return lambda name: dict(zip(FORMATS, makers, strict=True))[name]()
 
 

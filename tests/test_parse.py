@@ -18,7 +18,6 @@ from tercet.data.sources import open_stream
 from tercet.data.tokenizers import load_tokenizer
 from tercet.errors import TercetError
 from tercet.interop.huggingface import folder
-from tercet.parallel.flight_recorder import flight
 from tercet.parallel.launch import Launch
 from tercet.report.read import last_heartbeat
 from tercet.report.watch import watch_run
@@ -214,21 +213,6 @@ def test_times_of_a_run_that_are_not_finite(tmp_path, capsys):
         (tmp_path / "heartbeat_rank0.jsonl").write_text(f'{{"time": {json.dumps(number)}, "for_seconds": "x"}}\n')
         assert watch_run(tmp_path, once=True) == 0
         assert "1/9 steps" in capsys.readouterr().out
-
-
-def test_flight_records(tmp_path, capsys):
-    folder = tmp_path / "flight_recorder"
-    folder.mkdir()
-    (folder / "rank_0.json").write_text(f'{{"entries": {BROKEN["nested"]}}}')
-    with pytest.raises(TercetError, match=r"rank_0\.json is not a flight record: nested too deeply"):
-        flight(str(tmp_path))
-    entry = {"process_group": ["\x1b[2J", ""], "collective_seq_id": 1, "profiling_name": "gloo:\x1b]0;name"}
-    (folder / "rank_0.json").write_text(json.dumps({"entries": [entry]}))
-    assert flight(str(tmp_path)) == 0
-    assert "\x1b" not in capsys.readouterr().out
-    (folder / "rank_0.json").write_text(json.dumps({"entries": [], "world_size": "many"}))
-    with pytest.raises(TercetError, match="flight_recorder has records with a value of the wrong type"):
-        flight(str(tmp_path))
 
 
 def test_inspecting_shards_escapes_their_manifest(prepared, tmp_path, capsys):

@@ -49,7 +49,6 @@ FUNCTIONS = {
     "report": ("tercet.report.commands:report", "check runs: GO, NO-GO or NOT TESTED, with an HTML report for each"),
     "watch": ("tercet.report.commands:watch", "follow a run live in the terminal"),
     "sweep": ("tercet.bench.sweep:sweep", "measure speed and memory over settings, or loss over learning rates"),
-    "flight": ("tercet.parallel.flight_recorder:flight", "show which rank was in which collective when a run failed"),
     "doctor": ("tercet.doctor.examine:doctor", "check this machine: versions, devices, kernels, disk, data"),
     "generate": ("tercet.inference.commands:generate", "generate text: tercet generate RUN --prompt TEXT"),
 }

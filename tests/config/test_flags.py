@@ -338,7 +338,7 @@ def test_help_fits_the_terminal(capsys, monkeypatch, width):
 
 
 def test_help_of_a_function_command_describes_every_parameter(capsys):
-    for name in ("generate", "report", "sweep", "doctor", "watch", "flight"):
+    for name in ("generate", "report", "sweep", "doctor", "watch"):
         out = shown(capsys, f"{name} --help")
         assert out.startswith(f"usage: tercet {name}")
     assert "--prompt TEXT" in shown(capsys, "generate x --help")

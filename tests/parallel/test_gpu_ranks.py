@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 CASES = {
     "ddp": ["ddp", "ddp, accumulated, recomputed"],
     "fsdp": ["fsdp", "fsdp, grad_op"],
-    "cp": ["cp", "cp, blocks", "cp, accumulated, recomputed"],
+    "cp": ["cp", "cp full 1", "cp, accumulated, recomputed"],
 }
 BF16 = ["ddp, bf16", "fsdp, bf16", "cp, bf16"]
 

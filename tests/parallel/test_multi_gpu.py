@@ -45,7 +45,7 @@ def compare(backend: str, ranks: int, steps: int, cases: list[str]) -> list[dict
 @over()
 @pytest.mark.parametrize(
     "cases",
-    [["ddp", "ddp, accumulated, recomputed"], ["fsdp", "fsdp, grad_op"], ["cp", "cp, blocks"]],
+    [["ddp", "ddp, accumulated, recomputed"], ["fsdp", "fsdp, grad_op"], ["cp", "cp full 1"]],
     ids=["ddp", "fsdp", "cp"],
 )
 def test_two_ranks_train_like_one(backend: str, cases: list[str]):

@@ -103,10 +103,10 @@ class FailureMonitor:
         return PeerFailed(f"{cause}; {own}; all ranks stop", reported_elsewhere=reported_elsewhere)
 
     def _write_flight_record(self) -> None:
-        """Write this rank's recent collectives for `tercet flight`. A failure here must not hide the first one."""
+        """Write this rank's recent collectives for torchfrtrace. A failure here must not hide the first one."""
         if self._folder is not None:
             with contextlib.suppress(Exception):
-                flight_recorder.write(Path(self._folder), self._launch.rank, self._launch.world_size)
+                flight_recorder.write(Path(self._folder), self._launch.rank)
 
     def _connect(self) -> dist.Store:
         """A new connection: a wait on a shared one would block the heartbeat."""

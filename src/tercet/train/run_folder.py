@@ -27,8 +27,8 @@ FILE_LISTS = "data_files"  # a file list for each source of data, named by its h
 # What a new run's folder may hold: what other ranks, launchers and a start that was killed leave behind, and logs that
 # the shell has opened.
 EXPECTED = (
-    LOCK, "checkpoints", f"{ENVIRONMENT}.partial", flight_recorder.FOLDER, "log", "logs", "*.log", "*.out", "*.err",
-    ".*", "lost+found",
+    LOCK, "checkpoints", f"{ENVIRONMENT}.partial", f"{flight_recorder.FOLDER}*", "log", "logs", "*.log", "*.out",
+    "*.err", ".*", "lost+found",
 )  # fmt: skip
 
 
