@@ -93,11 +93,6 @@ class ContextLayout:
         return self.bounds[-1]
 
     @property
-    def documents(self) -> list[tuple[int, int]]:
-        """[first, end) of each document."""
-        return list(itertools.pairwise(self.bounds))
-
-    @property
     def chunk(self) -> int:
         """Tokens per chunk."""
         return self.length // (2 * self.ranks)
@@ -119,21 +114,10 @@ class ContextLayout:
         """[first, end) of a chunk."""
         return chunk * self.chunk, (chunk + 1) * self.chunk
 
-    def document_parts(self, first: int, end: int) -> list[tuple[int, int, int]]:
-        """(document, from, to) for each document that overlaps [first, end)."""
-        document = bisect.bisect_right(self.bounds, first) - 1
-        parts = []
-        while document < len(self.bounds) - 1 and self.bounds[document] < end:
-            a, b = max(first, self.bounds[document]), min(end, self.bounds[document + 1])
-            if a < b:
-                parts.append((document, a, b))
-            document += 1
-        return parts
-
     def cost(self, chunk: int) -> int:
         """Keys that the chunk's queries read, over all three branches."""
         total = 0
-        for document, a, b in self.document_parts(*self.tokens(chunk)):
+        for document, a, b in _overlaps(self.bounds, *self.tokens(chunk)):
             start = self.bounds[document]
             total += _keys_read(b - start, self.config) - _keys_read(a - start, self.config)
         return total
@@ -141,11 +125,7 @@ class ContextLayout:
     def document_start(self, token: int) -> int:
         return self.bounds[bisect.bisect_right(self.bounds, token) - 1]
 
-    # Rows: tokens, and compressed tokens
-
-    def token_rows(self) -> list[tuple[int, int]]:
-        """Token range of each chunk."""
-        return [self.tokens(c) for c in range(2 * self.ranks)]
+    # Compressed tokens. A chunk owns those that end in it; they are contiguous.
 
     @cached_property
     def compressed_bounds(self) -> tuple[int, ...]:
@@ -154,10 +134,9 @@ class ContextLayout:
         return tuple(itertools.accumulate(counts, initial=0))
 
     @cached_property
-    def compressed_rows(self) -> list[tuple[int, int]]:
-        """Compressed tokens of each chunk: those whose last token it owns. They are contiguous."""
-        edges = [self._compressed_before(c * self.chunk) for c in range(2 * self.ranks + 1)]
-        return list(itertools.pairwise(edges))
+    def compressed_edges(self) -> tuple[int, ...]:
+        """Bounds of chunks in compressed tokens."""
+        return tuple(self._compressed_before(c * self.chunk) for c in range(2 * self.ranks + 1))
 
     def _compressed_before(self, token: int) -> int:
         """Number of compressed tokens of the whole sequence that end before `token`."""
@@ -168,14 +147,11 @@ class ContextLayout:
 
     def first_tokens(self, chunk: int) -> list[tuple[int, int]]:
         """The chunk's compressed tokens as (first token of the first one, count), one entry per document; stride d."""
-        first, end = self.compressed_rows[chunk]
-        found = []
-        for document, start in enumerate(self.bounds[:-1]):
-            a, b = max(first, self.compressed_bounds[document]), min(end, self.compressed_bounds[document + 1])
-            if a < b:
-                i = a - self.compressed_bounds[document]
-                found.append((start + i * self.config.compress_stride, b - a))
-        return found
+        bounds, stride = self.compressed_bounds, self.config.compress_stride
+        return [
+            (self.bounds[document] + (a - bounds[document]) * stride, b - a)
+            for document, a, b in _overlaps(bounds, *self.compressed_edges[chunk : chunk + 2])
+        ]
 
     # Fetch plans
 
@@ -187,9 +163,7 @@ class ContextLayout:
     def lookback_plan(self, tokens: int | None) -> FetchPlan:
         """Each rank's chunks and up to `tokens` tokens before them (None: all) within their first document."""
         ranges = [self.lookback_ranges(rank, tokens) for rank in range(self.ranks)]
-        wanted = [[(r.first, r.end, r.at) for r in own] for own in ranges]
-        rows = [own[-1].rows.stop for own in ranges]
-        return self._plan(self.token_rows(), wanted, rows)
+        return self._plan(self._token_edges, ranges, [own[-1].rows.stop for own in ranges])
 
     def lookback_ranges(self, rank: int, tokens: int | None) -> list[TokenRange]:
         """The token ranges that `lookback_plan` fetches for this rank. Ranges that touch are merged."""
@@ -211,49 +185,49 @@ class ContextLayout:
         """All compressed tokens that a rank's queries can see, at their positions in the whole sequence."""
         wanted = []
         for rank in range(self.ranks):
-            ranges: list[tuple[int, int, int]] = []
+            ranges: list[TokenRange] = []
             for chunk in self.owned[rank]:
                 first, end = self.tokens(chunk)
                 document = bisect.bisect_right(self.bounds, first) - 1
                 a, b = self.compressed_bounds[document], self._compressed_before(end)
-                a = max(a, ranges[-1][1]) if ranges else a
+                a = max(a, ranges[-1].end) if ranges else a
                 if a < b:
-                    ranges.append((a, b, a))
+                    ranges.append(TokenRange(a, b, a))
             wanted.append(ranges)
-        return self._plan(self.compressed_rows, wanted, [self.compressed_bounds[-1]] * self.ranks)
+        return self._plan(self.compressed_edges, wanted, [self.compressed_bounds[-1]] * self.ranks)
 
     def previous_token_plan(self) -> FetchPlan:
         """The token before each chunk if it is in the same document; row i of the buffer is for the i-th chunk."""
-        wanted = []
-        for rank in range(self.ranks):
-            rows = []
-            for at, chunk in enumerate(self.owned[rank]):
-                first, _ = self.tokens(chunk)
-                if self.document_start(first) < first:
-                    rows.append((first - 1, first, at))
-            wanted.append(rows)
-        return self._plan(self.token_rows(), wanted, [2] * self.ranks)
+        starts = [[(self.tokens(chunk)[0], at) for at, chunk in enumerate(pair)] for pair in self.owned]
+        wanted = [[TokenRange(t - 1, t, at) for t, at in own if self.document_start(t) < t] for own in starts]
+        return self._plan(self._token_edges, wanted, [2] * self.ranks)
 
-    def _plan(
-        self, chunks: Sequence[tuple[int, int]], wanted: Sequence[Sequence[tuple[int, int, int]]], rows: Sequence[int]
-    ) -> FetchPlan:
-        """`chunks`: rows of each chunk; wanted[rank]: (first, end, at) ranges of those rows."""
-        offset = {}
-        for pair in self.owned:
-            local = 0
-            for chunk in pair:
-                offset[chunk] = local
-                local += chunks[chunk][1] - chunks[chunk][0]
-        pieces = []
-        for ranges in wanted:
-            own = []
-            for first, end, at in ranges:
-                for chunk, (a, b) in enumerate(chunks):
-                    low, high = max(first, a), min(end, b)
-                    if low < high:
-                        own.append(Piece(at + low - first, self.owner[chunk], offset[chunk] + low - a, high - low))
-            pieces.append(tuple(own))
+    @property
+    def _token_edges(self) -> Sequence[int]:
+        """Bounds of chunks in tokens."""
+        return range(0, self.length + 1, self.chunk)
+
+    def _plan(self, edges: Sequence[int], wanted: Sequence[Sequence[TokenRange]], rows: Sequence[int]) -> FetchPlan:
+        """`edges`: bounds of chunks; wanted[rank]: what that rank's buffer of rows[rank] rows is filled with."""
+        offset = {}  # first row of a chunk among its owner's rows
+        for a, b in self.owned:
+            offset[a], offset[b] = 0, edges[a + 1] - edges[a]
+        pieces = (
+            tuple(
+                Piece(r.at + low - r.first, self.owner[chunk], offset[chunk] + low - edges[chunk], high - low)
+                for r in ranges
+                for chunk, low, high in _overlaps(edges, r.first, r.end)
+            )
+            for ranges in wanted
+        )
         return FetchPlan(tuple(pieces), tuple(rows))
+
+
+def _overlaps(bounds: Sequence[int], first: int, end: int) -> list[tuple[int, int, int]]:
+    """(i, from, to) for each range bounds[i], bounds[i+1] that overlaps [first, end)."""
+    indices = range(bisect.bisect_right(bounds, first) - 1, bisect.bisect_left(bounds, end))
+    parts = ((i, max(first, bounds[i]), min(end, bounds[i + 1])) for i in indices)
+    return [(i, a, b) for i, a, b in parts if a < b]
 
 
 def _keys_read(length: int, config: NSAConfig) -> int:
