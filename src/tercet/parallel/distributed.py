@@ -37,8 +37,6 @@ def build_strategy(parallel: ParallelConfig, train: TrainConfig, world: World | 
     if parallel.strategy == "single":
         return Single()
     assert world is not None
-    if parallel.gradient_compression == "fp16":
-        raise UsageError("parallel.gradient_compression=fp16 is no longer supported: pick none or bf16")
     replicated = parallel.strategy == "ddp" or (parallel.strategy == "cp" and parallel.context_weights == "replicated")
     return DataParallel(parallel, train, world) if replicated else FullySharded(parallel, train, world)
 
@@ -148,7 +146,7 @@ class DataParallel(Distributed):
             gradient_as_bucket_view=True,
         )
         if self.parallel.gradient_compression == "bf16":
-            wrapped.register_comm_hook(None, _bf16_all_reduce)
+            wrapped.register_comm_hook(None, bf16_all_reduce)
         return wrapped
 
     def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
@@ -159,10 +157,11 @@ class DataParallel(Distributed):
         return nullcontext() if last or recording else cast(DistributedDataParallel, model).no_sync()
 
 
-def _bf16_all_reduce(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP communication hook: average a bucket over ranks in bf16. PyTorch's own requires NCCL, this needs none."""
+def bf16_all_reduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP communication hook: average a bucket over ranks in bf16. PyTorch's own hook requires NCCL."""
     gradient = bucket.buffer()
-    future = dist.all_reduce((gradient / dist.get_world_size()).to(torch.bfloat16), async_op=True).get_future()
+    compressed = (gradient / dist.get_world_size()).bfloat16()
+    future = dist.all_reduce(compressed, async_op=True).get_future()
     return future.then(lambda done: gradient.copy_(done.value()[0]))  # type: ignore[no-any-return]
 
 
