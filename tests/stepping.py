@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tercet.config.schema import RunConfig
-from tercet.model.layers import NativeSparseAttention
+from tercet.model.attention import Attention
 from tercet.model.transformer import Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Single
@@ -73,7 +73,7 @@ class SteppedModel:
             compile_blocks(self.model, self.config.activation_checkpointing)
         self.optimizer = build_optimizer(self.model, self.config)
         self.guard = NonFiniteGuard(self.device, 100, 5)
-        self.stats = [m.stats for m in self.model.modules() if isinstance(m, NativeSparseAttention)]
+        self.stats = [m.stats for m in self.model.modules() if isinstance(m, Attention) and m.spec.sparse]
         self.graph: StepGraph | None = None
         self.number = 0
 
@@ -83,6 +83,11 @@ class SteppedModel:
         """Run the following steps as graphs, captured by `capturer` or by CUDA."""
         self.capturer = capturer
         self.graph = StepGraph(self.model, self.config.precision, capturer, may_fail=may_fail, choice=choice)
+
+    def logged(self, field: str) -> list[str]:
+        """What the graph logged since the last call: the `text` of its notes, or the `reason` of failed captures."""
+        assert self.graph is not None
+        return [getattr(event, field) for event in self.graph.take_events() if hasattr(event, field)]
 
     def step(self, batches: list[MicroBatch], *, with_stats: bool = False) -> StepResult:
         self.number += 1

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from stepping import SimulatedClock
-from tercet.train.graph_choice import STEPS_TO_DECIDE, Decision, GraphChoice
+from tercet.telemetry.events import GraphChosen
+from tercet.train.graph_choice import STEPS_TO_DECIDE, GraphChoice
 from tercet.train.step import MicroBatch
 
 MS = 1e-3
@@ -17,14 +18,14 @@ def batch(length: int = 64, longest: int | None = None) -> MicroBatch:
     return MicroBatch(tokens, tokens, None, longest)
 
 
-def decide(clock: SimulatedClock, choice: GraphChoice, batches: list[MicroBatch]) -> Decision:
+def decide(clock: SimulatedClock, choice: GraphChoice, batches: list[MicroBatch]) -> GraphChosen:
     """Run steps until there is a decision."""
     for _ in range(STEPS_TO_DECIDE + 10):
         if not choice.uses_graph(batches):
             with choice.measured():
                 clock.step()
-        if decisions := choice.take_decisions():
-            return decisions[0]
+        if choice.events:
+            return choice.events.pop()
     raise AssertionError("no decision")
 
 
@@ -65,7 +66,7 @@ def test_the_device_is_waited_for_once_per_decision() -> None:
     for _ in range(20):
         assert choice.uses_graph([batch()])
     assert clock.waits == 1
-    assert not choice.take_decisions()
+    assert not choice.events
 
 
 def test_every_batch_shape_has_its_own_decision() -> None:
@@ -77,7 +78,7 @@ def test_every_batch_shape_has_its_own_decision() -> None:
     assert not decide(clock, choice, [batch(64, longest=32)]).graph
     assert choice.uses_graph([batch(64)])
     assert not choice.uses_graph([batch(512)])
-    assert not choice.take_decisions()
+    assert not choice.events
 
 
 def test_a_decision_of_another_device_is_not_repeated() -> None:

@@ -124,9 +124,7 @@ def test_graph_steps_equal_eager_steps_to_the_last_bit(accumulation: int, option
         assert run.guard.total() == 0
         told.append([x.cpu() for x in (*seen, *(p.detach() for p in run.model.parameters()))])
         if run.graph is not None:
-            assert len(run.graph.take_messages()) == (
-                3 if run.stats else 2
-            )  # at first, for statistics, for more documents
+            assert len(run.logged("text")) == (3 if run.stats else 2)  # at first, for statistics, for more documents
     for i, (a, b) in enumerate(zip(*told, strict=True)):
         assert torch.equal(a, b), f"value {i}: {(a.double() - b.double()).abs().max():.3e}"
 
@@ -195,7 +193,7 @@ def _fall_back() -> None:
         assert torch.cuda.current_stream() == here
         capture_rng(run.device)  # as a save does
         if run.graph is not None:
-            (failure,) = run.graph.take_failures()
+            (failure,) = run.logged("reason")
             assert "could not be captured as a CUDA graph" in failure, failure
         told.append([*seen, *(p.detach() for p in run.model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*told, strict=True))
@@ -279,10 +277,10 @@ def test_small_steps_choose_the_graph_and_large_ones_do_not(sequences: int, expe
     run.use_graphs(choice=choice)
     for i in range(STEPS_TO_DECIDE + 4):
         run.step([packed(i, 3, sequences)])
-    (decision,) = choice.take_decisions()
+    (decision,) = choice.events
     assert decision.graph == expected, decision
     assert run.graph is not None
-    assert len(run.graph.take_messages()) == expected
+    assert len(run.logged("text")) == expected
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from tercet.doctor.kernels import parity
 from tercet.doctor.machine import FAILED, OK
 from tercet.errors import TercetError
 from tercet.parallel.strategy import Single
+from tercet.telemetry.events import GraphCaptureFailed
 from tercet.telemetry.observer import LayerProbe
 from tercet.train.device import device_name, peak_memory_gib, pick_device
 from tercet.train.graph_choice import STEPS_TO_DECIDE
@@ -110,7 +111,8 @@ def measure(cell: dict[str, Any], steps: int, repeats: int) -> dict[str, Any]:
     peak = peak_memory_gib(run.device, state.held_bytes) if on_gpu else None
     routes = {str(route) for layer in LayerProbe(state.model).layers for route in layer.routes.values()}
     took, start = statistics.median(seconds), run.losses[0]
-    lost = state.graph.take_failures() if state.graph is not None else []
+    noted = state.graph.take_events() if state.graph is not None else []
+    lost = [event.reason for event in noted if isinstance(event, GraphCaptureFailed)]
     outcome = f"CUDA graph capture failed: {lost[0][:200]}" if lost else "ok"
     if not all(map(math.isfinite, run.losses)) or (expected and abs(start - expected) > _SAME_LOSS * expected):
         outcome = f"wrong loss: {start} at the first step, {expected} uncompiled"

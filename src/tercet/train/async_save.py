@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from tercet.config.schema import RunConfig
-from tercet.data.tokenizers import LibraryTokenizer, Tokenizer
-from tercet.parallel.strategy import Strategy
+from collections.abc import Mapping
+from typing import Any
+
 from tercet.telemetry.event_log import EventLog
 from tercet.telemetry.events import CheckpointFailed, CheckpointSaved
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
 from tercet.train.checkpoint import Checkpointer
 from tercet.train.manifest import CheckpointError
-from tercet.train.run_folder import RunFolder
 from tercet.train.state import TrainState
 
 
@@ -20,25 +19,15 @@ class AsyncSaver:
 
     def __init__(
         self,
-        config: RunConfig,
-        folder: RunFolder,
-        strategy: Strategy,
+        checkpointer: Checkpointer,
+        state: TrainState,
+        config: Mapping[str, Any],
         log: EventLog,
         observer: Observer,
-        state: TrainState,
-        tokenizer: Tokenizer,
     ) -> None:
-        self._config, self._log, self._observer, self._state = config, log, observer, state
-        self._checkpointer = Checkpointer(
-            folder.checkpoints,
-            config.checkpoint,
-            rank=strategy.rank,
-            world_size=strategy.world_size,
-            process_group=strategy.checkpoint_group,
-            wait_for=strategy.wait_for,
-            files=tokenizer.files if isinstance(tokenizer, LibraryTokenizer) else {},
-            keep_steps=config.train.stage_ends,
-        )
+        """config: the run's configuration as JSON, which every checkpoint contains."""
+        self._checkpointer, self._state, self._config = checkpointer, state, config
+        self._log, self._observer = log, observer
         self._saved_step = state.step
         self._failures_in_row = 0
         self._logged: Exception | None = None  # the last failure that `collect` has logged
@@ -59,7 +48,7 @@ class AsyncSaver:
                 state.step, state.model, state.optimizer, state.run_state(self._config), state.rank_state()
             )
             self._saved_step = state.step
-            if not self._config.checkpoint.async_save:
+            if not self._checkpointer.config.async_save:
                 self.collect(wait=True)
 
     def collect(self, *, wait: bool) -> None:
@@ -71,7 +60,7 @@ class AsyncSaver:
             self._saved_step = -1
             self._log.emit(CheckpointFailed(step=self._state.step, reason=str(error)))
             self._logged = error
-            if self._failures_in_row > self._config.checkpoint.failures_allowed:
+            if self._failures_in_row > self._checkpointer.config.failures_allowed:
                 raise
             return
         if saved is not None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from tercet.errors import TercetError
 from tercet.model.attention import Attention
 from tercet.parallel.strategy import Single
+from tercet.telemetry.events import Event, GraphCaptureFailed, Noted
 from tercet.train.graph_choice import GraphChoice
 from tercet.train.step import MicroBatch, Phase, Progress, autocast, loss_sum, run_eager
 
@@ -178,7 +179,7 @@ class StepGraph:
     """A StepExecutor that captures a model's passes on first use and replays them.
 
     `choice`: decides which steps run as graphs; all without one. `may_fail`: if they cannot be captured, fall back to
-    eager execution and report it in `take_failures`; otherwise that is an error.
+    eager execution and log it; otherwise that is an error.
     """
 
     def __init__(
@@ -205,9 +206,8 @@ class StepGraph:
         self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # by whether statistics are collected
         self._grads: dict[bool, list[Tensor | None]] = {}  # by the same key: where a replay leaves the gradients
         self._routes: list[dict] = []
-        self._messages: list[str] = []
         self._gave_up = False
-        self._failures: list[str] = []
+        self._events: list[Event] = [] if choice is None else choice.events
         # Largest document capacity so far. Saved in checkpoints, because bits may depend on it.
         self.capacity = 0
 
@@ -223,15 +223,11 @@ class StepGraph:
         if self.choice is not None:
             self.choice.restart()
 
-    def take_messages(self) -> list[str]:
-        """Log lines about what was captured since the last call."""
-        messages, self._messages = self._messages, []
-        return messages
-
-    def take_failures(self) -> list[str]:
-        """Why steps run eagerly from now on, if that was found out since the last call."""
-        failures, self._failures = self._failures, []
-        return failures
+    def take_events(self, step: int = 0) -> list[Event]:
+        """What was captured, chosen, or failed to be captured since the last call, as events of this step."""
+        taken = [replace(event, step=step) for event in self._events]
+        self._events.clear()
+        return taken
 
     def run(
         self, batches: Sequence[MicroBatch], scale: Tensor, phase: Phase, progress: Progress | None = None
@@ -282,7 +278,7 @@ class StepGraph:
             return True
         # The exception is gone here, and with it the frames that kept tensors alive.
         self._gave_up = True
-        self._failures.append(failure)
+        self._events.append(GraphCaptureFailed(step=0, reason=failure))
         gc.collect()
         self._clear()
         self._enable_stats(with_stats)
@@ -328,7 +324,7 @@ class StepGraph:
             self._drop_grads()  # the next graph can reuse the memory of these gradients
         self._enable_stats(with_stats)
         self._routes = [layer.routes for layer in self._layers]
-        self._messages.append(self._describe(shape, len(variants)))
+        self._events.append(Noted(step=0, text=self._describe(shape, len(variants))))
 
     def _allocate_buffers(self, shape: GraphShape, batch: MicroBatch) -> None:
         """Static inputs for the graphs of this shape."""

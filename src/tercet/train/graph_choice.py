@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tercet.telemetry.events import Event, GraphChosen
 from tercet.train.step import MicroBatch
 
 # Steps that compile or allocate memory
@@ -58,16 +59,6 @@ class CudaClock:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """Whether steps of a shape run as graphs, and the medians that decided it."""
-
-    graph: bool
-    shape: str
-    host_seconds: float  # to launch forward and backward of a step
-    behind_seconds: float  # how much later the device has run them
-
-
-@dataclass(frozen=True)
 class _Step:
     started: float
     launched: float
@@ -80,7 +71,7 @@ class GraphChoice:
     def __init__(self, clock: CudaClock, device: str) -> None:
         self.made: dict[str, bool] = {}  # saved in checkpoints: a resumed run repeats the decisions
         self._clock, self._device = clock, device
-        self._decisions: list[Decision] = []
+        self.events: list[Event] = []  # decisions that are not logged yet
         self._shape, self._passes = "", 0
         self.restart()
 
@@ -116,11 +107,6 @@ class GraphChoice:
             yield
             self._steps.append(_Step(started, self._clock.now(), self._clock.mark()))
 
-    def take_decisions(self) -> list[Decision]:
-        """Decisions since the last call."""
-        decisions, self._decisions = self._decisions, []
-        return decisions
-
     @property
     def _key(self) -> str:
         return f"{self._device}: {self._shape}"
@@ -132,7 +118,9 @@ class GraphChoice:
         behind = statistics.median(self._clock.between(mark_0, s.end) - (s.launched - time_0) for s in self._steps)
         graph = behind < _WAITING_BELOW * host / self._passes
         self.made[self._key] = graph
-        self._decisions.append(Decision(graph, self._shape, host, max(0.0, behind)))
+        self.events.append(
+            GraphChosen(step=0, graph=graph, shape=self._shape, host_seconds=host, behind_seconds=max(0.0, behind))
+        )
         self.restart()
 
 

@@ -247,20 +247,14 @@ def _resolve(path: Path) -> Path:
 
 
 def abandon_later(start: FoundCheckpoint | None, folder: RunFolder) -> list[str]:
-    """Rename checkpoints of later steps than `start`. Call once the run can no longer be refused."""
+    """Rename checkpoints of later steps than `start`, damaged or abandoned, so that this run does not pick them up
+    again. Call once the run can no longer be refused."""
     if start is None or not start.is_in(folder.checkpoints):
         return []
-    moved = _rename_later(folder.checkpoints, int(start.run_state["step"]))
+    saved = manifest.complete_checkpoints(folder.checkpoints)
+    later = [path for path in saved if (manifest.step_of(path) or 0) > start.run_state["step"]]
+    moved = [path.rename(unused(path.with_name(f"abandoned-{path.name}"))) for path in later]
     return [f"a later checkpoint was renamed to {path}" for path in moved]
-
-
-def _rename_later(checkpoints: Path, step: int) -> list[Path]:
-    """Rename checkpoints of later steps, damaged or abandoned, so that this run does not pick them up again."""
-    moved = []
-    for path in manifest.complete_checkpoints(checkpoints):
-        if (manifest.step_of(path) or 0) > step:
-            moved.append(path.rename(unused(path.with_name(f"abandoned-{path.name}"))))
-    return moved
 
 
 # The configuration

@@ -55,8 +55,8 @@ class TrainState:
         """Device memory that CUDA graphs use and the allocator does not count."""
         return 0 if self.graph is None else self.graph.held_bytes
 
-    def run_state(self, config: RunConfig) -> dict[str, Any]:
-        """State that is the same on every rank, for JSON. Waits for the device."""
+    def run_state(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """State that is the same on every rank, and the run's configuration, for JSON. Waits for the device."""
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -68,7 +68,7 @@ class TrainState:
             # a copy: the next steps may decide while a background thread writes this
             "graph_choices": dict(self.graph.choice.made if self.graph and self.graph.choice else self.graph_choices),
             # The learning-rate schedule follows from config and step; it has no state.
-            "config": config.model_dump(mode="json"),
+            "config": config,
         }
 
     def rank_state(self) -> dict[str, Any]:

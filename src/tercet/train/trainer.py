@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from tercet.config.schema import RunConfig
 from tercet.data.files import save_file_lists
 from tercet.data.loader import Batch, Loader, build_loader
 from tercet.data.stream import StoppedWaiting
-from tercet.data.tokenizers import Tokenizer
+from tercet.data.tokenizers import LibraryTokenizer, Tokenizer
 from tercet.doctor.examine import examine_before_training
 from tercet.errors import TercetError
 from tercet.model.sampling import INVALID_TOKEN
@@ -31,6 +31,7 @@ from tercet.telemetry.progress import Screen
 from tercet.telemetry.units import duration, plural
 from tercet.telemetry.watchdog import Heartbeat
 from tercet.train.async_save import AsyncSaver
+from tercet.train.checkpoint import Checkpointer
 from tercet.train.console import (
     Start,
     check_memory,
@@ -215,7 +216,18 @@ class Trainer:
         config = self.config
         self.batches = StepBatches(self.loader, self.stage.accumulation, self.state.cursor)
         self.validation = Validation(self.stage, self.strategy, self.tokenizer)
-        self.saver = AsyncSaver(config, self.folder, self.strategy, self.log, self.observer, self.state, self.tokenizer)
+        checkpointer = Checkpointer(
+            self.folder.checkpoints,
+            config.checkpoint,
+            rank=self.strategy.rank,
+            world_size=self.strategy.world_size,
+            process_group=self.strategy.checkpoint_group,
+            wait_for=self.strategy.wait_for,
+            files=self.tokenizer.files if isinstance(self.tokenizer, LibraryTokenizer) else {},
+            keep_steps=config.train.stage_ends,
+        )
+        saved_config = config.model_dump(mode="json")
+        self.saver = AsyncSaver(checkpointer, self.state, saved_config, self.log, self.observer)
         name = device_name(self.state.device)
         self._peak = peak_flops(name) if precision_of(config, self.state.device) == "bf16" else None
         self._logged = {(e.kind, e.step) for e in self.past}
@@ -345,16 +357,10 @@ class Trainer:
 
     def _log_graph(self, graph: StepGraph) -> None:
         """Log what was captured in this step, what train.cuda_graph=auto chose, and why it runs eagerly from now on."""
-        step = self.state.step
-        for message in graph.take_messages():
-            self.log.emit(events.Noted(step=step, text=message))
-        for decision in graph.choice.take_decisions() if graph.choice is not None else ():
-            self.log.emit(events.GraphChosen(step=step, **asdict(decision)))
-        for reason in graph.take_failures():
-            event = events.GraphCaptureFailed(step=step, reason=reason)
+        for event in graph.take_events(self.state.step):
             self.log.emit(event)
-            if halting := self.observer.observe(event):
-                raise Halted(f"stopped by health.fallback=halt after step {step}: {halting[0].sentence}")
+            if isinstance(event, events.GraphCaptureFailed) and (halting := self.observer.observe(event)):
+                raise Halted(f"stopped by health.fallback=halt after step {event.step}: {halting[0].sentence}")
 
     def _after_step(self) -> None:
         """Log, validate, sample and save if due. The save comes last, so that the log has everything it contains."""
