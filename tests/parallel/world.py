@@ -14,8 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any, Self
@@ -103,43 +101,23 @@ def run_torchrun(ranks: int, script: str, *arguments: str, seconds: float = 120,
 def torchrun(
     ranks: int, *arguments: str, seconds: float = 120, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run torchrun with this interpreter to its end, or raise subprocess.TimeoutExpired after `seconds`.
-
-    Output is passed on line by line, so that it can be read even if the run is cut off or a rank crashes.
-    """
+    """Run torchrun with this interpreter to its end, or raise subprocess.TimeoutExpired after `seconds`."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1"),
         *arguments,
     ]
-    output: list[str] = []
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=torchrun_environment(env)
-        )
-        late = threading.Event()
-
-        def end() -> None:
-            late.set()
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=torchrun_environment(env), **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
             process.terminate()  # torchrun then ends its ranks
-            try:
-                process.wait(GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-        limit = threading.Timer(seconds, end)
-        limit.start()
-        assert process.stdout is not None
-        with process.stdout as lines:
-            for line in lines:
-                output.append(line)
-                print(line, end="", flush=True)
-        code = process.wait()
-        limit.cancel()
-        errors.seek(0)
-        if late.is_set():
-            raise subprocess.TimeoutExpired(command, seconds, "".join(output), errors.read())
-        return subprocess.CompletedProcess(command, code, "".join(output), errors.read())
+            output, errors = process.communicate(timeout=GRACE_SECONDS)
+            raise subprocess.TimeoutExpired(command, seconds, output, errors) from None
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def torchrun_environment(extra: dict[str, str] | None = None) -> dict[str, str]:

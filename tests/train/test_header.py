@@ -24,11 +24,6 @@ def lines(device=CPU, step=0, vocab_size=256, **changes):
     return dict(console.header_lines(small(**changes), state, device, Single(), "runs/x", vocab_size))
 
 
-def test_the_block_of_sequences_to_shuffle_is_named_since_the_first_step_waits_for_it():
-    assert "8,192 packed and shuffled before the first step" in lines(**{"data.shuffle_sequences": 8192})["data"]
-    assert "shuffled" not in lines(**{"data.shuffle_sequences": 0})["data"]
-
-
 def test_settings_are_those_that_differ_from_the_preset():
     loaded = load("tiny", flags={"train.lr": 0.5})
     first, *changes, last = console.config_lines(loaded.config, loaded.origins, Path("runs/x"))
@@ -45,20 +40,9 @@ def test_settings_are_those_that_differ_from_the_preset():
     ("flags", "messages"),
     [
         ({"attention": "dense", "branches": "selected,window"}, [r"model.branches has no .*no layer is nsa .*dense"]),
-        ({"attention": "window", "nsa.window": 8, "nsa.select_count": 8}, [r"model.nsa.select_count has no effect"]),
-        ({"selector_dim": 16, "nsa.window": 8}, [r"model.selector_dim has no .*selector=compressed"]),
-        ({"gate": "none", "nsa.window": 8}, [r"model.nsa.window has no .*no layer has a window"]),
         (
             {"selector": "learned", "branches": "selected,window", "compression": "mean", "nsa.compress_block": 8},
             [r"model.compression, model.nsa.compress_block have no effect: no layer reads compressed tokens"],
-        ),
-        (
-            {"shared_kv": True, "compress_selected_keys": True},
-            [r"model.compress_selected_keys has no effect: all branches share one set of keys"],
-        ),
-        (
-            {"selector": "learned", "branches": "selected,window", "shared_kv": True, "compress_selected_keys": True},
-            [r"model.compress_selected_keys has no effect: no layer reads compressed tokens"],
         ),
         ({"selector": "learned", "compression": "mean", "nsa.window": 8, "selector_dim": 16}, []),
         ({"compress_selected_keys": False, "selector": "learned", "branches": "selected,window"}, []),
@@ -97,10 +81,6 @@ def test_validation_is_rounded_up_to_whole_batches(asked, passes):
     assert told.startswith(f"up to {128 * passes} tokens")
     assert (f"val_tokens={asked} rounded up" in told) == (asked % 128 != 0)
     assert "validation" not in lines(train__val_tokens=0)
-
-
-def test_sparse_attention_without_gates_is_called_block_sparse():
-    assert " of block-sparse" in lines(model__gate="none", model__compress_selected_keys=False)["model"]
 
 
 @pytest.mark.parametrize(("count", "noted"), [(3, True), (4, False), (7, False), (8, True)])  # 3 forced, of 8 blocks
@@ -164,13 +144,6 @@ def test_a_large_shuffle_buffer_is_warned_about(monkeypatch):
     told = lines(data__shuffle_sequences=2**25)["warning"]
     assert "data.shuffle_sequences=33554432 at data.seq_len=64 holds 8.0 GiB" in told
     assert "(of 64.0 GiB): --data.shuffle_sequences 16777216 holds 4.0 GiB" in told
-    narrow, wide = ({"vocab_size": n, "data__tokenizer": "of-another-name"} for n in (256, 257))
-    assert lines(data__shuffle_sequences=2**25, **narrow)["warning"] == told
-    assert "holds 16.0 GiB" in lines(data__shuffle_sequences=2**25, **wide)["warning"]
-    monkeypatch.setattr(console, "host_total_gib", lambda: 4)
-    assert lines(data__shuffle_sequences=2**24)["warning"].endswith("--data.shuffle_sequences 8388608 holds 2.0 GiB")
-    monkeypatch.setattr(console, "host_total_gib", lambda: None)
-    assert "(of" not in lines(data__shuffle_sequences=2**25)["warning"]
 
 
 GPU_ERROR = (

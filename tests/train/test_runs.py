@@ -78,21 +78,6 @@ def test_validation_samples_and_the_end_are_events(done: Path) -> None:
     assert metrics["val_bits_per_byte"] == pytest.approx(last.loss * last.tokens / last.bytes / math.log(2))
 
 
-def test_a_sample_is_announced_before_it_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = []
-
-    def writing(*_: Any, **__: Any) -> str:
-        said.append(capsys.readouterr().out)
-        return "a text"
-
-    monkeypatch.setattr("tercet.train.trainer.sample_text", writing)
-    assert train_small(tmp_path / "run", train__steps=1, train__sample_tokens=4) == 0
-    assert said[0].endswith("\nsampling up to 4 tokens …\n")
-    assert capsys.readouterr().out.startswith("sample after step 1:\n  | ")
-
-
 def test_a_sample_that_takes_long_says_how_long_and_is_cut(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,16 +320,6 @@ def test_resuming_a_finished_run_prints_how_to_train_longer(
     assert cli.main(shlex.split(further)) == 0
     assert "nothing left" not in capsys.readouterr().out
     assert len(losses(run)) > made
-
-
-def test_the_summary_counts_the_steps_since_the_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = str(tmp_path / "run")
-    assert train(small(run__dir=run, train__steps=4)) == 0
-    said = r"^done: 4/4 steps, 512 tokens in \d+s \(all steps done\); smoothed loss \d"
-    assert re.search(said, capsys.readouterr().out, re.M)
-    assert train(small(run__dir=run, train__steps=6), origins={}, resume="auto") == 0
-    said = r"^done: 6/6 steps, 768 tokens \(2 steps, 256 tokens since the resume\) in \d+s \(all"
-    assert re.search(said, capsys.readouterr().out, re.M)
 
 
 @pytest.mark.parametrize(("steps", "again"), [(3, False), (60, True)])

@@ -332,11 +332,6 @@ def test_wsd_does_not_decay_during_warmup() -> None:
     assert [learning_rate(config, s) for s in (40, 80, 90, 100)] == pytest.approx([0.5, 1.0, 0.5, 0.0])
 
 
-def test_constant_stays_constant() -> None:
-    config = TrainConfig(steps=100, warmup_steps=0, lr=1.0, schedule="constant")
-    assert {learning_rate(config, s) for s in range(1, 101)} == {1.0}
-
-
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
 def test_a_warmup_longer_than_the_run_stays_below_the_peak(schedule: str) -> None:
     config = TrainConfig(steps=10, warmup_steps=100, lr=1.0, schedule=schedule)  # type: ignore[arg-type]

@@ -187,19 +187,6 @@ def test_a_failing_save_does_not_hide_a_failed_validation(
     assert "warning: " in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_all_ranks_refuse_data_without_a_validation_document(few: Path, tmp_path: Path) -> None:
-    from parallel.test_ranks_in_runs import arguments
-    from parallel.world import TorchrunRun
-
-    changes = {**sources(few)["jsonl"], **VALIDATES, "data__path": str(few), "parallel__strategy": "ddp"}
-    with TorchrunRun(tmp_path / "output.txt", 2, *arguments(tmp_path / "run", **changes)) as run:
-        assert run.wait() != 0
-    assert run.text.count("error: train.val_tokens=128, but the data has nothing to validate on: jsonl") == 1
-    assert run.text.count("exitcode  : 2 ") == 2
-    assert not events_file(tmp_path / "run").exists()
-
-
 def test_a_config_without_validation_reads_no_data(tmp_path: Path) -> None:
     config = load(
         flags={"data.source": "jsonl", "data.path": (str(tmp_path / "absent"),), "train.val_tokens": 0}
