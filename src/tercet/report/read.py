@@ -59,8 +59,8 @@ _SAME_ON_ALL_RANKS = (_LAYERS, b'{"kind": "selectors"', b'{"kind": "resources"')
 MEASUREMENTS = (*_SAME_ON_ALL_RANKS, b'{"kind": "step"')
 _NUMBER = rb'([-+.\de]+|"-?inf"|"nan"), '
 _STEP = re.compile(
-    rb'{"kind": "step", "step": (\d+), (?:[^,]+, ){2}"loss": %b(?:[^,]+, ){4}"step_seconds": %b"data_seconds": %b'
-    rb'[^,]+, "memory_gib": %b' % ((_NUMBER,) * 4)
+    rb'{"kind": "step", "step": (\d+), (?:[^,]+, ){2}"loss": %b(?:[^,]+, ){4}"step_seconds": %b'
+    rb'"data_seconds": %b[^,]+, "memory_gib": %b' % ((_NUMBER,) * 4)
 )
 _SHARED_RULES = {"loss_spike", "nonfinite", "zero_grad", "throughput_drop"}
 # A heartbeat is stale after this long, or after six of its own intervals if that is longer.

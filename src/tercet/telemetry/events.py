@@ -298,10 +298,8 @@ def decode(line: str | bytes) -> Event | None:
     for name, types, is_list in _declared(cls.kind):
         if name in record:
             value = record[name]
-            if is_list:
-                fine = type(value) is list and types.issuperset(found := set(map(type, value))) and int not in found
-            else:
-                fine = type(value) in types and type(value) is not int
+            given = set(map(type, value)) if is_list and type(value) is list else {type(value)}
+            fine = is_list == (type(value) is list) and types >= given and int not in given  # only the size is left
             values[name] = value if fine else _checked(value, types, is_list)
     try:
         event = cls(**values)
@@ -320,14 +318,12 @@ _TYPES: dict[str, set[type]] = {
 @cache
 def _declared(kind: str) -> list[tuple[str, set[type], bool]]:
     """(name, types of the value or of its items, whether it is a list) of every field."""
-    found = []
+    fields = []
     for f in dataclasses.fields(KINDS[kind]):
         item = str(f.type).removeprefix("list[").removesuffix("]")
-        types: set[type] = {list}
-        if not item.startswith("list"):
-            types = {t for part in item.split(" | ") for t in _TYPES[part]}
-        found.append((f.name, types, str(f.type).startswith("list")))
-    return found
+        types: set[type] = {list} if item.startswith("list") else set().union(*(_TYPES[t] for t in item.split(" | ")))
+        fields.append((f.name, types, str(f.type).startswith("list")))
+    return fields
 
 
 def _checked(value: Any, types: set[type], is_list: bool) -> Any:
