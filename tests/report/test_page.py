@@ -51,7 +51,6 @@ def page(healthy):
 
 def test_the_page_shows_how_well_blocks_are_chosen(page):
     (figure,) = re.findall(r'id="choice">(.*?)</figure>', page, re.S)
-    assert figure.count("<svg") == 2
     assert "best possible" in figure
 
 
@@ -74,14 +73,14 @@ def test_every_internal_link_has_a_target(page):
 
 
 def test_plots_take_their_colours_from_the_page(page):
-    assert page.count("<svg") >= 8
+    assert page.count("<svg") == 9
     assert not [c for c in _VARIABLES if c in page]
     assert "prefers-color-scheme: dark" in page
 
 
 def test_text_on_plots_is_readable_on_a_phone(page):
     drawings = re.findall(r'<svg[^>]*viewBox="0 0 ([\d.]+) [^>]*>(.*?)</svg>', page, re.S)
-    assert len(drawings) >= 10
+    assert len(drawings) == 9
     for width, drawing in drawings:
         smallest = min(float(size) for size in re.findall(r"font-size: ([\d.]+)px", drawing))
         assert smallest * 340 / float(width) >= 10  # px on a screen of 390
@@ -156,7 +155,7 @@ def test_failures_are_listed_at_the_top_with_their_fix(healthy, tmp_path, no_plo
         assert "stability" in names
         assert text.lower().index(reason.lower()) < text.index("Not tested, and how to test it")
         assert fix in text
-        assert fix.replace("`", "\\`") in render.markdown(found, judged)
+        assert render.escape(fix) in render.markdown(found, judged)
     assert "died after step" in text
     assert "Failed, and how to fix it" not in Tags(render.html_page(healthy, verdict(healthy))).text
 
@@ -306,17 +305,6 @@ def test_losses_of_other_tokenizers_are_compared_per_byte(healthy, tmp_path):
     assert rows["validation loss (other tokens)"][1]["ratio"] == ""
     assert rows["bits per byte"][1]["ratio"] == "0.750×"
     assert "data.tokenizer differs" in side_by_side.loss_caution([healthy, other])
-
-
-def test_parts_of_a_mixture_are_compared_by_name():
-    def mixed(*weights):
-        parts = [{"source": "text", "name": n, "weight": w, "path": [n]} for n, w in zip("ab", weights, strict=True)]
-        return side_by_side.expand_mixture({"data.source": "mixture", "data.mixture": parts})
-
-    rows = side_by_side.differences([mixed(3.0, 1.0), mixed(1.0, 1.0), {"data.source": "text"}])
-    cells = {row["key"]: row["cells"] for row in rows}
-    assert cells["data.mixture a, share"] == ["75.0%", "50.0%", "–"]
-    assert cells["data.mixture b, path"] == ["b", "b", "–"]
 
 
 def test_a_run_is_not_compared_with_itself_under_any_path(healthy, tmp_path):

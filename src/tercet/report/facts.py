@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import time
@@ -111,6 +112,7 @@ def key_figures(run: Run) -> list[KeyFigure]:
         best = min((e for e in run.validations if e.seq_len == length), key=lambda e: e.loss)
         loss = run.validations[-1].loss
         figures.append(KeyFigure("validation loss", f"{loss:.4f}", f"best {best.loss:.4f} at step {best.step:,}", loss))
+        figures += _bits_per_byte(run, run.validations[-1])
     else:
         figures.append(KeyFigure("validation loss", "–", "not measured"))
     if (speed := run.tokens_per_s) is not None:
@@ -126,6 +128,16 @@ def key_figures(run: Run) -> list[KeyFigure]:
     seconds = _active_seconds(run)
     processes = f"in {len(run.started)} process{'es' * (len(run.started) > 1)}"
     return [*figures, KeyFigure("time", duration(seconds), processes, seconds)]
+
+
+def _bits_per_byte(run: Run, validation: events.Validated) -> list[KeyFigure]:
+    """The validation loss in a unit that no tokenizer changes, if that is known."""
+    if validation.bytes is None and run.config.get("data.tokenizer") == "byte":  # logs of early versions lack the bytes
+        validation = dataclasses.replace(validation, bytes=validation.tokens)
+    if not validation.bytes or (bits := validation.bits_per_byte) is None:
+        return []
+    note = f"validation, {validation.bytes / validation.tokens:.2f} bytes per token"
+    return [KeyFigure("bits per byte", f"{bits:.4f}", note, bits)]
 
 
 def _baseline_figures(run: Run, baseline: Run | None) -> list[KeyFigure]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,7 @@ _STYLE: Any = {
 
 
 POINTS = 500  # of a series
+Row = tuple[int, float, float, float]  # (step, mean, min, max) of a bin of steps
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,10 @@ class Plot:
     anchor: str
     title: str
     caption: str
-    svg: str  # several panels are several <svg> elements, which wrap on a narrow screen
-    wide: bool = False
+    svg: str
 
 
-def draw(paint: Callable[[Any], None], *, height: float = 2.6) -> str:
+def draw(paint: Callable[[Any], None]) -> str:
     """Call `paint` with empty matplotlib axes and return the figure as an <svg> element.
 
     The width shows text at about its nominal size both on a phone and in the three columns of a wide screen.
@@ -72,12 +73,12 @@ def draw(paint: Callable[[Any], None], *, height: float = 2.6) -> str:
     except ImportError as error:
         raise TercetError(f"plots need matplotlib ({error}): pip install 'tercet[report]'") from None
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(4.0, height))
+        figure = Figure(figsize=(4.0, 2.6))
         FigureCanvasSVG(figure)
         figure.patch.set_alpha(0)
-        paint(figure.subplots())
-        for axes in figure.axes:
-            axes.patch.set_alpha(0)
+        axes = figure.subplots()
+        axes.patch.set_alpha(0)
+        paint(axes)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     return _use_page_style(buffer.getvalue())
@@ -96,32 +97,41 @@ def _use_page_style(svg: str) -> str:
     return svg.replace("<svg ", '<svg role="img" ', 1)
 
 
-def downsample(values: Sequence[float], limit: int = POINTS) -> list[tuple[int, float, float, float]]:
-    """(middle index, mean, min, max) of at most `limit` bins, so that pages of long runs stay small.
-
-    Non-finite values are left out.
-    """
+def series(steps: Sequence[int], values: Sequence[float], limit: int = POINTS) -> list[Row]:
+    """The values as at most `limit` bins, so that pages of long runs stay small. Non-finite values are left out."""
     size = max(1, -(-len(values) // limit))
     rows = []
     for begin in range(0, len(values), size):
         part = [v for v in values[begin : begin + size] if math.isfinite(v)]
         if part:
-            rows.append((begin + min(size, len(values) - begin) // 2, sum(part) / len(part), min(part), max(part)))
+            middle = begin + min(size, len(values) - begin) // 2
+            rows.append((steps[middle], sum(part) / len(part), min(part), max(part)))
     return rows
+
+
+def layer_series(steps: Sequence[int], layers: Iterable[Sequence[float | None]]) -> list[Row]:
+    """The values of all layers at these steps as one series: their mean and range."""
+    finite = [[v for v in values if v is not None and math.isfinite(v)] or [math.nan] for values in layers]
+    means, lows, highs = (series(steps, [of(v) for v in finite]) for of in (statistics.fmean, min, max))
+    return [(step, mean, low[2], high[3]) for (step, mean, *_), low, high in zip(means, lows, highs, strict=True)]
+
+
+def paint_series(axes: Any, rows: Sequence[Row], colour: str, **style: Any) -> None:
+    """Means as a line, with the range of all values behind it."""
+    if rows:
+        steps, means, lows, highs = zip(*rows, strict=True)
+        axes.fill_between(steps, lows, highs, color=colour, alpha=0.18, linewidth=0)
+        axes.plot(steps, means, color=colour, **style)
 
 
 def label_step_axis(axes: Any, ylabel: str) -> None:
     """Steps on the x axis, with integer ticks."""
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_xlabel("step")
     axes.set_ylabel(ylabel)
     axes.margins(x=0.01)
-    integer_ticks(axes.xaxis)
-
-
-def integer_ticks(axis: Any, count: int = 6) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axis.set_major_locator(MaxNLocator(nbins=count, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
 
 
 def abbreviate_y_ticks(axes: Any) -> None:
@@ -131,13 +141,11 @@ def abbreviate_y_ticks(axes: Any) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: quantity(v)))
 
 
-def plain_log_ticks(axes: Any) -> None:
-    """0.1, 0.2, 0.5, 1 instead of powers of ten; only the decades if the range is wide."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+def log_y_axis(axes: Any) -> None:
+    """A logarithmic axis with ticks at 0.1, 0.2, 0.5, 1 instead of powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-    low, high = axes.get_ylim()
-    if high / low < 120:
-        axes.yaxis.set_minor_formatter(FuncFormatter(lambda v, _: f"{v:g}" if f"{v:e}"[0] in "25" else ""))
-    else:
-        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.minorticks_off()

@@ -1,4 +1,4 @@
-"""The plots of one run: loss, throughput, step time, gradient norm, memory and learning rate."""
+"""The plots of one run: loss, throughput, step time, gradient norm, memory, learning rate, and sparse attention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from tercet.report.attention_plots import choice_plot, gate_share_plot, gate_trend_plot, selection_plot
 from tercet.report.dense_baseline import baseline_mismatch, loss_mismatch
 from tercet.report.figure import (
     BLUE,
@@ -19,14 +18,17 @@ from tercet.report.figure import (
     RED,
     VIOLET,
     Plot,
+    Row,
     abbreviate_y_ticks,
-    downsample,
     draw,
     label_step_axis,
-    plain_log_ticks,
+    layer_series,
+    log_y_axis,
+    paint_series,
+    series,
 )
 from tercet.report.read import Run
-from tercet.telemetry.events import CheckpointSaved, HealthFired, StepsSkipped
+from tercet.telemetry.events import CheckpointSaved, HealthFired, LayersObserved, SelectorsObserved, StepsSkipped
 from tercet.telemetry.sinks import smoothing_window
 from tercet.telemetry.units import plural
 
@@ -40,8 +42,25 @@ PHASES = (
     ("other", GREY),
 )
 
-# (step, mean, min, max) of a bin of steps
-SeriesRow = tuple[float, float, float, float]
+# Plots of sparse attention: (event, anchor, title, caption, (field, colour, label) of each line)
+_LAYER_PLOTS: tuple[tuple[Any, ...], ...] = (
+    (
+        LayersObserved, "gates", "Gates", "Each branch's share of the gates, and the share of collapsed gates",
+        (
+            ("gate_share_compressed", BLUE, "compressed"), ("gate_share_selected", VIOLET, "selected"),
+            ("gate_share_window", GREEN, "window"), ("gate_collapse", RED, "collapsed"),
+        ),
+    ),
+    (
+        LayersObserved, "selection", "Selection", "Shares of the selected blocks",
+        (("selected_forced", ORANGE, "forced"), ("selected_overlap", GREEN, "overlap with last token")),
+    ),
+    (
+        SelectorsObserved, "choice", "How well blocks are chosen",
+        "Share of sampled queries' attention to free (not forced) blocks that the chosen blocks capture",
+        (("mass", BLUE, "chosen"), ("best", GREEN, "best possible"), ("random", ORANGE, "random")),
+    ),
+)  # fmt: skip
 
 
 def all_plots(run: Run, findings: Sequence[HealthFired], baseline: Run | None = None) -> list[Plot]:
@@ -53,29 +72,22 @@ def all_plots(run: Run, findings: Sequence[HealthFired], baseline: Run | None = 
         grad_norm_plot(run),
         memory_plot(run),
         learning_rate_plot(run),
-        gate_share_plot(run),
-        gate_trend_plot(run),
-        selection_plot(run),
-        choice_plot(run),
+        *(_layer_plot(run, *spec) for spec in _LAYER_PLOTS),
     ]
     return [plot for plot in plots if plot is not None]
 
 
-def step_series(run: Run, name: str) -> list[SeriesRow]:
-    """A per-step value of the log, downsampled."""
+def step_series(run: Run, name: str) -> list[Row]:
+    """A list of per-step values of the log."""
     values = array("d", (v for e in run.steps for v in getattr(e, name)))
-    steps = array("q", (s for e in run.steps for s in range(e.first_step, e.step + 1)))
-    return [(steps[i], mean, low, high) for i, mean, low, high in downsample(values) if i < len(steps)]
+    steps = array("q", (s for e in run.steps for s in range(e.first_step, e.first_step + len(getattr(e, name)))))
+    return series(steps, values)
 
 
-def paint_logged(axes: Any, logged: Sequence[Any], name: str, colour: str, **style: Any) -> None:
-    """What is logged once per interval as a line: means of bins, with their range behind it."""
-    rows = downsample([math.nan if (v := getattr(e, name)) is None else v for e in logged])
-    if rows:
-        middles, mean, low, high = zip(*rows, strict=True)
-        steps = [logged[i].step for i in middles]
-        axes.fill_between(steps, low, high, color=colour, alpha=0.18, linewidth=0)
-        axes.plot(steps, mean, color=colour, **style)
+def logged_series(logged: Sequence[Any], name: str) -> list[Row]:
+    """A value that is logged once per interval."""
+    values = [math.nan if (v := getattr(e, name)) is None else v for e in logged]
+    return series([e.step for e in logged], values)
 
 
 def smoothed_losses(run: Run, limit: int = 500) -> list[tuple[int, float]]:
@@ -93,10 +105,9 @@ def smoothed_losses(run: Run, limit: int = 500) -> list[tuple[int, float]]:
 
 def paint_losses(axes: Any, run: Run, colour: str, label: str) -> None:
     """The smoothed loss as a line, with every step faint behind it."""
-    x, mean, low, high = zip(*step_series(run, "losses"), strict=True)
-    axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-    axes.plot(x, mean, color=colour, linewidth=0.6, alpha=0.4)
-    axes.plot(*zip(*smoothed_losses(run), strict=True), color=colour, linewidth=1.7, label=label)
+    if rows := step_series(run, "losses"):
+        paint_series(axes, rows, colour, linewidth=0.6, alpha=0.4)
+        axes.plot(*zip(*smoothed_losses(run), strict=True), color=colour, linewidth=1.7, label=label)
 
 
 def validation_points(run: Run) -> list[tuple[int, float]]:
@@ -145,7 +156,7 @@ def _baseline_label(baseline: Run, mismatch: str) -> str:
 
 
 def loss_axis_limits(
-    lines: Sequence[Sequence[SeriesRow]], points: Sequence[Sequence[tuple[int, float]]] = ()
+    lines: Sequence[Sequence[Row]], points: Sequence[Sequence[tuple[int, float]]] = ()
 ) -> tuple[float, float] | None:
     """Limits that cut off the steep start of training, so that the rest is readable; None: autoscale.
 
@@ -168,14 +179,16 @@ def loss_axis_limits(
 
 
 def _mark_events(axes: Any, run: Run, findings: Sequence[HealthFired]) -> None:
-    for i, stage in enumerate(run.stages[1:]):
-        axes.axvline(stage.step, color=INK, linewidth=0.9, label=None if i else "next stage")
-    for i, started in enumerate(e for e in run.started if e.resumed_from is not None):
-        axes.axvline(started.step, color=MUTED, linewidth=0.9, linestyle=":", label=None if i else "resumed")
     spikes = [f.step for f in findings if f.rule == "loss_spike"]
-    # One line where several would be drawn on the same spot.
-    for i, step in enumerate({round(400 * step / max(1, run.step)): step for step in spikes}.values()):
-        axes.axvline(step, color=RED, linewidth=0.9, linestyle="--", label=None if i else "spike")
+    marks = (
+        ("next stage", INK, "-", [stage.step for stage in run.stages[1:]]),
+        ("resumed", MUTED, ":", [e.step for e in run.started if e.resumed_from is not None]),
+        # One line where several would be drawn on the same spot.
+        ("spike", RED, "--", {round(400 * step / max(1, run.step)): step for step in spikes}.values()),
+    )
+    for label, colour, style, steps in marks:
+        for i, step in enumerate(steps):
+            axes.axvline(step, color=colour, linewidth=0.9, linestyle=style, label=None if i else label)
 
 
 def grad_norm_plot(run: Run) -> Plot | None:
@@ -184,12 +197,9 @@ def grad_norm_plot(run: Run) -> Plot | None:
         return None
 
     def paint(axes: Any) -> None:
-        x, mean, low, high = zip(*rows, strict=True)
-        axes.fill_between(x, low, high, color=VIOLET, alpha=0.18, linewidth=0)
-        axes.plot(x, mean, color=VIOLET, label="gradient norm")
-        if min(low) > 0:
-            axes.set_yscale("log")
-            plain_log_ticks(axes)
+        paint_series(axes, rows, VIOLET, label="gradient norm")
+        if min(low for _, _, low, _ in rows) > 0:
+            log_y_axis(axes)
         clip = run.config.get("train.clip")
         if isinstance(clip, (int, float)) and clip > 0:
             axes.axhline(clip, color=MUTED, linewidth=0.9, linestyle="--", label=f"clipped to {clip:g}")
@@ -205,7 +215,7 @@ def throughput_plot(run: Run, baseline: Run | None) -> Plot | None:
     speed = run.tokens_per_s
 
     def paint(axes: Any) -> None:
-        paint_logged(axes, run.steps, "tokens_per_s", GREEN)
+        paint_series(axes, logged_series(run.steps, "tokens_per_s"), GREEN)
         if speed is not None:
             axes.axhline(speed, color=INK, linewidth=0.9, linestyle="--", label=f"median {speed:,.0f}")
         if baseline is not None and baseline.tokens_per_s is not None and speed is not None:
@@ -227,9 +237,9 @@ def learning_rate_plot(run: Run) -> Plot | None:
         return None
 
     def paint(axes: Any) -> None:
-        paint_logged(axes, run.steps, "lr", ORANGE, label="AdamW")
+        paint_series(axes, logged_series(run.steps, "lr"), ORANGE, label="AdamW")
         if any(e.muon_lr is not None for e in run.steps):
-            paint_logged(axes, run.steps, "muon_lr", BLUE, label="Muon")
+            paint_series(axes, logged_series(run.steps, "muon_lr"), BLUE, label="Muon")
             axes.legend(loc="best")
         axes.set_ylim(bottom=0)
         axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
@@ -245,11 +255,11 @@ def step_time_plot(run: Run) -> Plot | None:
         return None
 
     def paint(axes: Any) -> None:
-        columns = {}
+        columns, steps = {}, [e.step for e in samples]
         for name, _ in PHASES:
-            rows = downsample([1e3 * (getattr(e, f"{name}_seconds") or 0.0) for e in samples], 200)
+            rows = series(steps, [1e3 * (getattr(e, f"{name}_seconds") or 0.0) for e in samples], 200)
             columns[name] = [mean for _, mean, *_ in rows]
-            x = [samples[i].step for i, *_ in rows]
+            x = [step for step, *_ in rows]
         used = [(name, colour) for name, colour in PHASES if any(v > 0 for v in columns[name])]
         axes.stackplot(
             x, [columns[n] for n, _ in used], labels=[n for n, _ in used], colors=[c for _, c in used], linewidth=0
@@ -279,10 +289,10 @@ def memory_plot(run: Run) -> Plot | None:
 
     def paint(axes: Any) -> None:
         if run.on_gpu:
-            paint_logged(axes, samples, "reserved_gib", GREY, label="reserved")
-            paint_logged(axes, samples, "peak_gib", ORANGE, label="peak")
+            paint_series(axes, logged_series(samples, "reserved_gib"), GREY, label="reserved")
+            paint_series(axes, logged_series(samples, "peak_gib"), ORANGE, label="peak")
         label = "allocated between steps" if run.on_gpu else "resident"
-        paint_logged(axes, samples, "allocated_gib", BLUE, label=label)
+        paint_series(axes, logged_series(samples, "allocated_gib"), BLUE, label=label)
         axes.set_ylim(bottom=0)
         top = axes.get_ylim()[1]
         if capacity is not None and capacity < 3 * top:
@@ -292,3 +302,22 @@ def memory_plot(run: Run) -> Plot | None:
 
     where = "Device memory of rank 0." if run.on_gpu else "Resident memory of the process (CPU run)."
     return Plot("memory", "Memory", where, draw(paint))
+
+
+def _layer_plot(run: Run, kind: Any, anchor: str, title: str, caption: str, lines: Any) -> Plot | None:
+    """Statistics of the sparse layers over time, those that any layer has."""
+    used = [line for line in lines if any(v is not None for e in run.of(kind) for v in getattr(e, line[0]))]
+    samples = [e for e in run.of(kind) if any(v is not None for name, *_ in used for v in getattr(e, name))]
+    if not samples:
+        return None
+
+    def paint(axes: Any) -> None:
+        marker = "o" if len(samples) == 1 else None  # a single sample has no line to draw
+        for name, colour, label in used:
+            rows = layer_series([e.step for e in samples], (getattr(e, name) for e in samples))
+            paint_series(axes, rows, colour, label=label, marker=marker)
+        label_step_axis(axes, "share")
+        axes.set_ylim(0, 1.05)
+        axes.legend(loc="lower center", ncols=2, bbox_to_anchor=(0.5, 1.0))
+
+    return Plot(anchor, title, f"{caption}: mean and range over layers.", draw(paint))

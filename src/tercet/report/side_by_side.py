@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 from tercet.config.keys import flatten_table
 from tercet.errors import first_few
 from tercet.report.facts import KeyFigure, format_value, key_figures, subtitle
-from tercet.report.figure import SERIES, Plot, abbreviate_y_ticks, draw, label_step_axis
-from tercet.report.plots import loss_axis_limits, paint_logged, paint_losses, step_series, validation_points
+from tercet.report.figure import SERIES, Plot, abbreviate_y_ticks, draw, label_step_axis, paint_series
+from tercet.report.plots import logged_series, loss_axis_limits, paint_losses, step_series, validation_points
 from tercet.report.read import Run, with_defaults
 from tercet.report.render import escape, render_page
 from tercet.report.verdict import Verdict
@@ -63,7 +62,7 @@ def comparison_page(runs: list[Column], created: str) -> str:
         gates=[{"name": gates[0].name, "cells": gates} for gates in zip(*(c.verdict.gates for c in runs), strict=True)],
         plots=_plots(runs),
         caution=loss_caution([c.run for c in runs]),
-        differences=differences([expand_mixture(with_defaults(c.run)) for c in runs]),
+        differences=differences([with_defaults(c.run) for c in runs]),
         environments=[row for row in environments if row["key"] != "started"],
         created=created,
     )
@@ -96,20 +95,6 @@ def differences(tables: Sequence[Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def expand_mixture(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with one row per value of each part of a mixture, and the share of each part."""
-    expanded = dict(config)
-    parts = expanded.pop("data.mixture", None) or []
-    total = sum(part.get("weight", 1.0) for part in parts)
-    for part in parts:
-        name = part.get("name") or part.get("source", "part")
-        expanded[f"data.mixture {name}, share"] = f"{part.get('weight', 1.0) / total:.1%}"
-        for key, value in flatten_table(part).items():
-            if key not in ("name", "weight") and value not in ("", [], ()):
-                expanded[f"data.mixture {name}, {key}"] = value
-    return expanded
-
-
 def loss_caution(runs: Sequence[Run]) -> str:
     """Which settings make the losses of these runs incomparable; empty if none does."""
     rows = differences([with_defaults(run) for run in runs if run.config])
@@ -138,76 +123,41 @@ def _figure_rows(runs: list[Column]) -> list[dict[str, Any]]:
 
 
 def _figures(run: Run) -> list[KeyFigure]:
-    """Parameters, the key figures, and the validation loss per byte, which no tokenizer changes, if that is known."""
-    figures = key_figures(run)
-    if run.started:
-        parameters = run.started[-1].parameters
-        figures.insert(0, KeyFigure("parameters", quantity(parameters), number=parameters))
-    last = run.validations[-1] if run.validations else None
-    if last is None:
-        return figures
-    if last.bytes is None and run.config.get("data.tokenizer") == "byte":  # logs of early versions lack the bytes
-        last = dataclasses.replace(last, bytes=last.tokens)
-    if not last.bytes or (bits := last.bits_per_byte) is None:
-        return figures
-    note = f"validation, {last.bytes / last.tokens:.2f} bytes per token"
-    figure = KeyFigure("bits per byte", f"{bits:.4f}", note, bits)
-    place = [f.name for f in figures].index("validation loss") + 1
-    return [*figures[:place], figure, *figures[place:]]
+    """The number of parameters, and the key figures."""
+    counts = [start.parameters for start in run.started[-1:]]
+    return [*(KeyFigure("parameters", quantity(n), number=n) for n in counts), *key_figures(run)]
 
 
 def _plots(runs: list[Column]) -> list[Plot]:
     """One line per run in each plot."""
 
-    def overlay(
-        anchor: str, title: str, ylabel: str, paint_run: Any, caption: str = "", set_limits: Any = None
-    ) -> Plot:
+    def overlay(anchor: str, title: str, ylabel: str, paint_run: Callable[[Any, Column, str], None]) -> Plot:
         def paint(axes: Any) -> None:
             for column, colour in zip(runs, SERIES * len(runs), strict=False):
                 paint_run(axes, column, colour)
-            if set_limits is not None:  # only after all runs are drawn, or it would cut off the later ones
-                set_limits(axes)
+            if anchor == "loss":  # limits only after all runs are drawn, or they would cut off the later ones
+                lines = [step_series(c.run, "losses") for c in runs]
+                limits = loss_axis_limits(lines, [validation_points(c.run) for c in runs])
+                axes.set_ylim(*(limits or axes.get_ylim()))
+            else:
+                axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+                abbreviate_y_ticks(axes)
             label_step_axis(axes, ylabel)
             axes.legend(loc="best")
 
-        return Plot(anchor, title, caption, draw(paint))
+        return Plot(anchor, title, "Lines: smoothed. Points: validation." * (anchor == "loss"), draw(paint))
 
-    def cut_initial_descent(axes: Any) -> None:
-        limits = loss_axis_limits(
-            [step_series(c.run, "losses") for c in runs], [validation_points(c.run) for c in runs]
-        )
-        if limits is not None:
-            axes.set_ylim(*limits)
-
-    caption = "Lines: training, smoothed, with every step behind. Points: validation."
-    return [
-        overlay("loss", "Loss", "nats per token", _paint_loss, caption, cut_initial_descent),
-        overlay("throughput", "Throughput", "tokens per second", _paint_logged("tokens_per_s"), set_limits=_from_zero),
-        overlay("grad_norm", "Gradient norm", "global 2-norm", _paint_grad_norms),
-        overlay("memory", "Peak memory", "GiB", _paint_logged("memory_gib"), set_limits=_from_zero),
-    ]
-
-
-def _paint_loss(axes: Any, column: Column, colour: str) -> None:
-    if step_series(column.run, "losses"):
+    def paint_loss(axes: Any, column: Column, colour: str) -> None:
         paint_losses(axes, column.run, colour, column.label)
-    points = validation_points(column.run)
-    if points:
-        axes.plot(*zip(*points, strict=True), "o--", color=colour, markersize=3.5, linewidth=0.8)
+        if points := validation_points(column.run):
+            axes.plot(*zip(*points, strict=True), "o--", color=colour, markersize=3.5, linewidth=0.8)
 
+    def paint_logged(name: str) -> Callable[[Any, Column, str], None]:
+        return lambda axes, c, colour: paint_series(axes, logged_series(c.run.steps, name), colour, label=c.label)
 
-def _paint_grad_norms(axes: Any, column: Column, colour: str) -> None:
-    rows = step_series(column.run, "grad_norms")
-    axes.plot([r[0] for r in rows], [r[1] for r in rows], color=colour, label=column.label)
-
-
-def _paint_logged(name: str) -> Any:
-    def paint_run(axes: Any, column: Column, colour: str) -> None:
-        paint_logged(axes, column.run.steps, name, colour, label=column.label)
-
-    return paint_run
-
-
-def _from_zero(axes: Any) -> None:
-    axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
-    abbreviate_y_ticks(axes)
+    return [
+        overlay("loss", "Loss", "nats per token", paint_loss),
+        overlay("throughput", "Throughput", "tokens per second", paint_logged("tokens_per_s")),
+        overlay("grad_norm", "Gradient norm", "global 2-norm", paint_logged("grad_norm")),
+        overlay("memory", "Peak memory", "GiB", paint_logged("memory_gib")),
+    ]
