@@ -49,11 +49,6 @@ def page(healthy):
     return render.html_page(healthy, verdict(healthy))
 
 
-def test_the_page_shows_how_well_blocks_are_chosen(page):
-    (figure,) = re.findall(r'id="choice">(.*?)</figure>', page, re.S)
-    assert "best possible" in figure
-
-
 def test_the_page_loads_nothing_external(page):
     for tag, attrs in Tags(page).tags:
         assert tag not in ("script", "iframe", "object", "embed")
@@ -119,31 +114,9 @@ def test_a_loss_on_the_page_names_its_steps(healthy):
     assert smoothed_losses(healthy, 7)[-1][0] == 60
     assert summarise(healthy.events[0])["smoothed_loss"] == pytest.approx(last)  # and the run's last line says it
     judged = gate(verdict(healthy), "stability")
-    assert f"from {first:.3f} (mean of the first 5 steps) to {last:.3f} (mean of the last 5 steps)" in judged.sentence
-    shown = f"{first:.4f} → {last:.4f} (mean of the first 5 steps, mean of the last 5 steps)"
+    shown = f"{first:.4f} → {last:.4f} (means of the first 5 and the last 5 steps)"
     assert ("training loss", shown) in judged.evidence
-
-
-def test_a_run_that_ends_in_nan_shows_its_last_finite_losses(healthy):
-    whole = healthy.steps[-1]
-    cut = dataclasses.replace(whole, losses=[*whole.losses[:-1], float("nan")])
-    events = [cut if event is whole else event for event in healthy.events[0]]
-    healthy = dataclasses.replace(healthy, events={**healthy.events, 0: events})
-    (figure,) = [f for f in collect_facts(healthy, ()).figures if f.name == "training loss"]
-    finite = [x for e in healthy.steps for x in e.losses][:-1]
-    assert figure.value == f"{sum(finite[-5:]) / 5:.4f}"
-    assert figure.note.startswith("mean of the last 5 steps; nan in the last")
-
-
-def test_untested_gates_are_listed_at_the_top(page, healthy):
-    text = Tags(page).text
-    assert text.index("Not tested, and how to test it") < text.index("Needs:")
-    for g in verdict(healthy).gates:
-        assert g.sentence.lower() in text.lower()
-    for reason, fix, names in verdict(healthy).untested():
-        assert names
-        assert reason.lower() in text.lower()
-        assert fix in text
+    assert shown in judged.sentence
 
 
 def test_failures_are_listed_at_the_top_with_their_fix(healthy, tmp_path, no_plots):
@@ -321,23 +294,3 @@ def test_a_run_is_not_compared_with_itself_under_any_path(healthy, tmp_path):
             report(runs, out=tmp_path / "out", baseline=baseline)
     assert sorted(p.name for p in folder.iterdir()) == before
     assert not (tmp_path / "out").exists()
-
-
-def test_the_axes_of_a_comparison_fit_all_runs(healthy, tmp_path, monkeypatch):
-    limits, true = {}, side_by_side.draw
-
-    def spied(paint, **size):
-        def both(axes):
-            paint(axes)
-            limits[axes.get_ylabel()] = axes.get_ylim()
-
-        return true(both, **size)
-
-    monkeypatch.setattr(side_by_side, "draw", spied)
-    fast = copy(healthy, tmp_path / "fast", each("step", tokens_per_s=lambda speed: 10 * speed))
-    read = [healthy, fast]
-    pages = [tmp_path / "a", tmp_path / "b"]
-    side_by_side.comparison_page(side_by_side.columns(read, [verdict(r) for r in read], pages, tmp_path), "now")
-    low, high = limits["tokens per second"]
-    assert low == 0
-    assert high > max(e.tokens_per_s for e in fast.steps)

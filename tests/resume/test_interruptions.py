@@ -31,8 +31,8 @@ from tercet.doctor import machine
 from tercet.errors import TercetError
 from tercet.hints import program
 from tercet.parallel.launch import Launch
-from tercet.report.integrity import contradictions
 from tercet.report.read import read_run
+from tercet.report.record import record_gaps
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import CheckpointFailed, Noted, RunEnded, RunStarted, Sampled, StepLogged, Validated
 from tercet.train import trainer, validate
@@ -423,7 +423,7 @@ def test_a_deleted_event_log_is_noticed(copied: Path, capsys: pytest.CaptureFixt
     events_file(copied).unlink()
     assert train_small(copied, train__steps=8, resume="auto") == 0
     assert "events of steps 1 to 6 are lost" in capsys.readouterr().out
-    assert any("steps 1 to 6 are missing" in sentence for sentence in contradictions(read_run(copied)))
+    assert any("steps 1 to 6 are missing" in sentence for sentence in record_gaps(read_run(copied)))
 
 
 def test_a_failed_save_stops_the_run_by_default(fork_server: ForkServer, tmp_path: Path) -> None:

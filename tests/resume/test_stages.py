@@ -18,9 +18,9 @@ from tercet.interop.huggingface.export import as_transformers_model
 from tercet.model.cost import flops_per_token
 from tercet.parallel.strategy import Single
 from tercet.report.facts import key_figures
-from tercet.report.integrity import contradictions
 from tercet.report.plots import loss_plot
 from tercet.report.read import read_run
+from tercet.report.record import record_gaps
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import StageStarted, StepLogged, Validated
 from tercet.train.manifest import complete_checkpoints
@@ -105,7 +105,7 @@ def test_other_stages_are_refused_but_a_finished_run_can_be_given_another(
 
 def test_the_report_takes_each_stage_into_account(straight: Path) -> None:
     run = read_run(straight)
-    assert contradictions(run) == []
+    assert record_gaps(run) == []
     assert [stage.seq_len for stage in run.stages] == [32, 64, 128]
     figures = {figure.name: figure for figure in key_figures(run)}
     assert figures["sequence length"].value == "32 → 64 → 128"

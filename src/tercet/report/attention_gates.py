@@ -10,6 +10,7 @@ from tercet.attention.config import BRANCHES, NoChoice, NSAConfig, nothing_to_ch
 from tercet.report.gates import NOT_ON_CPU, ON_CPU, Gate, GateBuilder, Thresholds
 from tercet.report.read import Run, last_choices, with_defaults
 from tercet.telemetry.events import GraphCaptureFailed, HealthFired, LayersObserved, SelectorsObserved
+from tercet.telemetry.health import FIXES
 from tercet.telemetry.units import plural
 
 _REQUESTED = "asked for"  # as in attention.dispatch, which imports torch
@@ -17,11 +18,6 @@ _REQUESTED = "asked for"  # as in attention.dispatch, which imports torch
 _LEARNED = 0.05
 # If the best choice captures hardly more attention than a random one, (nearly) all blocks are read: nothing to learn.
 _NO_CHOICE = 1e-3
-_SELECTION_FIXES = {
-    "gate_collapse": "lower train.lr, or try model.gate=softmax",
-    "dead_branch": "remove the branch (model.branches), or check that its keys receive gradients",
-    "selection_stuck": "raise model.nsa.select_count above the number of forced blocks, or raise data.seq_len",
-}
 
 
 def routing_gate(run: Run, limits: Thresholds) -> Gate:
@@ -107,10 +103,7 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
         _add_layer_evidence(samples[-1], sparse, gate, gated)
     affected = {f.layer for f in findings if f.rule in ("gate_collapse", "dead_branch")}
     tolerated = None not in affected and len(affected) <= limits.lone_branch_layers * len(sparse)
-    fixes = dict(_SELECTION_FIXES)
-    if run.config.get("model.gate") == "softmax":
-        fixes["gate_collapse"] = "lower train.lr"
-    for rule, fix in fixes.items():
+    for rule in ("gate_collapse", "dead_branch", "selection_stuck"):
         found = [f for f in findings if f.rule == rule]
         if not found or (rule == "selection_stuck" and no_choice and no_choice.reads_all):
             continue
@@ -120,7 +113,7 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
             layers = len({f.layer for f in found})
             gate.add_evidence(rule.replace("_", " "), f"{sentence}: {layers} of {len(sparse)} layers")
         else:
-            gate.fail(sentence, fix)
+            gate.fail(sentence, FIXES[rule])
     _judge_selectors(run, gate, limits)
     if any(not math.isfinite(v) for e in run.layers for v in e.gate_entropy if v is not None):
         gate.fail("the gates are not finite", "see the numerics gate")
@@ -193,10 +186,8 @@ def _add_layer_evidence(event: LayersObserved, sparse: list[int], gate: GateBuil
 
 def _healthy_layers(affected: list[int], layers: int, choose: bool, limits: Thresholds) -> str:
     no_stuck = "; no stuck selection" * choose
-    if not affected and layers == 1:
-        return f"the only sparse layer uses all branches{no_stuck}"
     if not affected:
-        return f"all {layers} layers use all branches{no_stuck}"
+        return f"all {plural(layers, 'layer')} use all branches{no_stuck}"
     names = f"layer {affected[0]} does" if len(affected) == 1 else f"layers {', '.join(map(str, affected))} do"
     allowed = f"allowed in {limits.lone_branch_layers:.0%} of the layers"
     return f"{layers - len(affected)} of {layers} layers use all branches, {names} not ({allowed}){no_stuck}"

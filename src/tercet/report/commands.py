@@ -10,10 +10,10 @@ from tercet.atomic_io import check_writable_folder
 from tercet.errors import TercetError, UsageError
 from tercet.parse import one_line_errors
 from tercet.report import render, side_by_side
-from tercet.report.dense_baseline import baseline_mismatch
 from tercet.report.facts import clock_time
 from tercet.report.gates import GO, NO_GO, NOT_TESTED, Thresholds
 from tercet.report.read import Run, read_run
+from tercet.report.throughput import baseline_mismatch
 from tercet.report.verdict import Verdict, judge
 from tercet.terminal import printable
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tercet.config.keys import flatten_table
-from tercet.report.dense_baseline import baseline_mismatch, loss_mismatch
 from tercet.report.read import Run
+from tercet.report.throughput import baseline_mismatch, loss_mismatch
 from tercet.telemetry import events
 from tercet.telemetry.events import Event, HealthFired
 from tercet.telemetry.sinks import mean_of_last

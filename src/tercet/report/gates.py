@@ -7,10 +7,13 @@ missing, and GO otherwise.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tercet.report.read import Run
+from tercet.telemetry.events import HealthFired
+from tercet.telemetry.health import FIXES
 
 GO, NO_GO, NOT_TESTED, NOT_APPLICABLE = "GO", "NO-GO", "NOT TESTED", "NOT APPLICABLE"
 
@@ -86,27 +89,34 @@ class GateBuilder:
     threshold: str
     plot: str | None = None
     evidence: list[tuple[str, str]] = field(default_factory=list)
-    failures: list[tuple[str, str]] = field(default_factory=list)
-    untested: list[tuple[str, str]] = field(default_factory=list)
-    inapplicable: list[tuple[str, str]] = field(default_factory=list)
-    too_short: list[tuple[str, str]] = field(default_factory=list)
     warnings: list[tuple[str, str]] = field(default_factory=list)
+    # (reason, fix) pairs by the verdict they ask for; the first in this order wins
+    reasons: dict[str, list[tuple[str, str]]] = field(
+        default_factory=lambda: {NO_GO: [], NOT_APPLICABLE: [], NOT_TESTED: []}
+    )
+    too_short: list[tuple[str, str]] = field(default_factory=list)
 
     def add_evidence(self, name: str, value: object) -> None:
         self.evidence.append((name, str(value)))
 
     def fail(self, sentence: str, fix: str) -> None:
         """Make the gate NO-GO."""
-        if (sentence, fix) not in self.failures:
-            self.failures.append((sentence, fix))
+        if (sentence, fix) not in self.reasons[NO_GO]:
+            self.reasons[NO_GO].append((sentence, fix))
+
+    def fail_on(self, findings: Iterable[HealthFired], rule: str) -> None:
+        """Make the gate NO-GO if this health rule fired."""
+        if fired := [f for f in findings if f.rule == rule]:
+            again = f" ({len(fired)} times)" if len(fired) > 1 else ""
+            self.fail(f"{fired[0].sentence}{again}", FIXES[rule])
 
     def not_applicable(self, sentence: str, fix: str) -> None:
         """Make the gate NOT APPLICABLE, unless it is NO-GO. fix: what makes it apply, which GO needs."""
-        self.inapplicable.append((sentence, fix))
+        self.reasons[NOT_APPLICABLE].append((sentence, fix))
 
     def not_tested(self, sentence: str, fix: str) -> None:
         """Make the gate NOT TESTED, unless it is NO-GO or NOT APPLICABLE."""
-        self.untested.append((sentence, fix))
+        self.reasons[NOT_TESTED].append((sentence, fix))
 
     def warn(self, sentence: str, fix: str) -> None:
         """Show something that people should know, whatever the verdict."""
@@ -118,17 +128,12 @@ class GateBuilder:
 
     def build(self, passed: str = "") -> Gate:
         """The gate; `passed` is its sentence if it is GO, or would be in a longer run."""
-        verdict, reasons = GO, list[tuple[str, str]]()
-        if self.failures:
-            verdict, reasons = NO_GO, self.failures
-        elif self.inapplicable:
-            verdict, reasons = NOT_APPLICABLE, self.inapplicable
-        elif self.untested or self.too_short:
-            verdict, reasons = NOT_TESTED, [*self.untested, *self.too_short]
-        short = verdict == NOT_TESTED and not self.untested
+        verdict = next((v for v, reasons in self.reasons.items() if reasons), NOT_TESTED if self.too_short else GO)
+        spoken = self.reasons.get(verdict, [])
+        reasons = [*spoken, *self.too_short] if verdict == NOT_TESTED else spoken
+        short = verdict == NOT_TESTED and not spoken
         # The report says once that a run is short, not in every gate.
-        spoken = [s for s, fix in reasons if (s, fix) not in self.too_short]
-        sentence = "; ".join(spoken) or (f"so far: {passed}" if short else passed)
+        sentence = "; ".join(s for s, _ in spoken) or (f"so far: {passed}" if short else passed)
         sentence = "; warning: ".join([sentence, *(warning for warning, _ in self.warnings)])
         fix = "; ".join(dict.fromkeys(f for _, f in reasons if f))
         return Gate(

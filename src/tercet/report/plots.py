@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from tercet.report.dense_baseline import baseline_mismatch, loss_mismatch
 from tercet.report.figure import (
     BLUE,
     GREEN,
@@ -28,6 +27,7 @@ from tercet.report.figure import (
     series,
 )
 from tercet.report.read import Run
+from tercet.report.throughput import baseline_mismatch, loss_mismatch
 from tercet.telemetry.events import CheckpointSaved, HealthFired, LayersObserved, SelectorsObserved, StepsSkipped
 from tercet.telemetry.sinks import smoothing_window
 from tercet.telemetry.units import plural

@@ -59,8 +59,8 @@ _SAME_ON_ALL_RANKS = (_LAYERS, b'{"kind": "selectors"', b'{"kind": "resources"')
 MEASUREMENTS = (*_SAME_ON_ALL_RANKS, b'{"kind": "step"')
 _NUMBER = rb'([-+.\de]+|"-?inf"|"nan"), '
 _STEP = re.compile(
-    rb'{"kind": "step", "step": (\d+), (?:[^,]+, ){2}"loss": %b(?:[^,]+, ){4}"step_seconds": %b'
-    rb'"data_seconds": %b[^,]+, "memory_gib": %b' % ((_NUMBER,) * 4)
+    rb'{"kind": "step", "step": (\d+), (?:[^,]+, ){7}"step_seconds": %b"data_seconds": %b[^,]+, "memory_gib": %b'
+    % ((_NUMBER,) * 3)
 )
 _SHARED_RULES = {"loss_spike", "nonfinite", "zero_grad", "throughput_drop"}
 # A heartbeat is stale after this long, or after six of its own intervals if that is longer.
@@ -261,14 +261,14 @@ class RankLog:
 
     Of the layer statistics of a long run, the first of each of BINS bins is kept, and those with an extreme value; of
     the route counts, which are totals, the last before another kind of event; of the intervals of other ranks than 0,
-    only `steps`, `losses` and `memory_gib`. The health rules see every event.
+    only `steps` and `memory_gib`. The health rules see every event.
     """
 
     def __init__(self, path: Path, rank: int, init_from: str | None, problems: list[str]) -> None:
         self.events: list[Event] = []
         self.findings: list[HealthFired] = []
         self.count = 0
-        self.steps, self.losses, self.memory_gib = array("q"), array("d"), 0.0
+        self.steps, self.memory_gib = array("q"), 0.0
         self._rank, self._monitor = rank, HealthMonitor(HealthConfig(), init_from)
         self._routes = b""
         self._bin: list[Any] = []
@@ -289,13 +289,14 @@ class RankLog:
                     self._routes = line
                 elif rank and line.startswith(_SAME_ON_ALL_RANKS):
                     continue
-                elif rank and not starving and line.endswith(b"}\n") and (found := _STEP.match(line)):
-                    step, loss, seconds, waiting, memory = found.groups()
-                    starving = float(waiting.strip(b'"')) > limit * float(seconds.strip(b'"'))
+                elif rank and not starving and line.endswith(b"}\n") and (match := _STEP.match(line)):
+                    step, *numbers = match.groups()
+                    seconds, waiting, memory = (float(n.strip(b'"')) for n in numbers)
+                    starving = waiting > limit * seconds
                     if starving:
                         self._decode(line)
                     else:
-                        self._add(int(step), float(loss.strip(b'"')), float(memory.strip(b'"')))
+                        self._add(int(step), memory)
                 else:
                     starving = False
                     if not line.startswith(MEASUREMENTS):
@@ -309,9 +310,8 @@ class RankLog:
         if self._unknown:
             problems.append(f"{path.name}: {self._unknown} events of a kind unknown to this version")
 
-    def _add(self, step: int, loss: float, memory_gib: float) -> None:
+    def _add(self, step: int, memory_gib: float) -> None:
         self.steps.append(step)
-        self.losses.append(loss)
         self.memory_gib = max(self.memory_gib, memory_gib)
 
     def _decode(self, line: bytes) -> None:
@@ -330,7 +330,7 @@ class RankLog:
             if len(self._bin) == self._bin_size:
                 self._keep_extremes()
         elif self._rank and isinstance(event, StepLogged):
-            self._add(event.step, event.loss, event.memory_gib)
+            self._add(event.step, event.memory_gib)
         else:
             self.events.append(event)
 

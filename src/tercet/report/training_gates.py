@@ -1,4 +1,4 @@
-"""The gates every run has: stability, memory, throughput, checkpoint and resume, data, numerics."""
+"""The gates every run has: stability, memory, checkpoint and resume, data, numerics."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tercet import hints
-from tercet.report.dense_baseline import baseline_mismatch, dense_baseline_command, slow_routes
-from tercet.report.gates import ON_CPU, Gate, GateBuilder, Thresholds
+from tercet.report.gates import Gate, GateBuilder, Thresholds
 from tercet.report.read import Run
 from tercet.telemetry.events import (
     CheckpointFailed,
@@ -27,12 +26,12 @@ from tercet.telemetry.events import (
     Stalled,
     StepsSkipped,
 )
+from tercet.telemetry.health import FIXES
 from tercet.telemetry.sinks import data_wait_share, mean_of_last
 from tercet.telemetry.units import plural
 from tercet.train import manifest
 
 PARITY = "kernel parity"  # the doctor's check
-STATE_A_TARGET = "state a target: --target-tokens-per-s, or --min-dense-ratio with a --baseline"
 DIED = "died"  # a process that left no end event
 
 
@@ -54,20 +53,10 @@ def stability_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     _check_stalls(run, gate)
     _check_loss(run, findings, limits, gate)
     gate.require_steps(run, limits)
-    return gate.build("; ".join(filter(None, (f"{plural(run.step, 'step')}, {last}", _loss_sentence(run)))))
-
-
-def _loss_sentence(run: Run) -> str:
-    """What the losses show; empty if there are none."""
+    loss = f"; training loss {_loss_trend(run).text}" if run.losses else ""
     if run.selectors_only:
-        return "only the selectors learn, and the selection gate judges what they learned"
-    first, last, overlap = _loss_trend(run)
-    if not last.steps:
-        return ""
-    if overlap:
-        return f"training loss {last.value:.3f} ({last.of})"
-    change = "fell" if last.value < first.value else "went"
-    return f"the training loss {change} from {first.value:.3f} ({first.of}) to {last.value:.3f} ({last.of})"
+        loss = "; only the selectors learn, and the selection gate judges what they learned"
+    return gate.build(f"{plural(run.step, 'step')}, {last}{loss}")
 
 
 def _check_earlier_processes(run: Run, ends: list[tuple[str, str]], gate: GateBuilder) -> None:
@@ -126,21 +115,15 @@ def _check_loss(run: Run, findings: list[HealthFired], limits: Thresholds, gate:
         gate.not_tested("no step was logged", "train longer")
         return
     spikes = [f for f in findings if f.rule == "loss_spike"]
-    first, last, overlap = _loss_trend(run)
-    if overlap:
-        gate.add_evidence("training loss", f"{last.value:.4f} ({last.of})")
-    else:
-        gate.add_evidence("training loss", f"{first.value:.4f} → {last.value:.4f} ({first.of}, {last.of})")
+    trend = _loss_trend(run)
+    gate.add_evidence("training loss", trend.text)
     gate.add_evidence("loss spikes", len(spikes))
-    if len(run.losses) >= 20 and not last.value < first.value and not run.selectors_only:
-        gate.fail(
-            f"the loss did not fall: {first.value:.4f} ({first.of}), {last.value:.4f} ({last.of})",
-            "check learning rate, data and gradients",
-        )
-    if spikes and not last.value < spikes[-1].threshold:
+    if len(run.losses) >= 20 and not trend.last < trend.first and not run.selectors_only:
+        gate.fail(f"the loss did not fall: {trend.text}", "check learning rate, data and gradients")
+    if spikes and not trend.last < spikes[-1].threshold:
         gate.fail(
             f"the loss did not recover from the spike in step {spikes[-1].step}",
-            "lower train.lr, or resume from an earlier checkpoint",
+            FIXES["loss_spike"],
         )
     elif len(spikes) > max(1.0, limits.spikes_per_step * len(run.losses)):
         gate.fail(f"{len(spikes)} loss spikes in {len(run.losses)} steps", "lower train.lr or raise train.warmup_steps")
@@ -170,27 +153,25 @@ def _trained_on(run: Run, start: RunStarted) -> bool:
 
 
 @dataclass(frozen=True)
-class MeanLoss:
-    """A loss averaged over several steps. The page also shows losses of single steps, so `of` says which steps."""
+class LossTrend:
+    """Means of the first and of the last losses. `text` names their steps: the page also shows single losses."""
 
-    value: float
-    steps: int
-    of: str
-
-
-def last_loss(run: Run) -> MeanLoss:
-    loss, steps = mean_of_last(run.losses)
-    which = "one step" if steps == 1 else f"mean of the last {plural(steps, 'step')}"
-    return MeanLoss(math.nan if loss is None else loss, steps, which)
+    first: float
+    last: float
+    text: str
 
 
-def _loss_trend(run: Run) -> tuple[MeanLoss, MeanLoss, bool]:
-    """Means of the first and of the last losses, and whether they include the same steps."""
+def _loss_trend(run: Run) -> LossTrend:
     finite = [x for x in run.losses if math.isfinite(x)]
     start = finite[:5]
-    mean = statistics.fmean(start) if start else math.nan
-    first, last = MeanLoss(mean, len(start), f"mean of the first {plural(len(start), 'step')}"), last_loss(run)
-    return first, last, first.steps + last.steps > len(finite)
+    first = statistics.fmean(start) if start else math.nan
+    mean, steps = mean_of_last(finite)
+    last = math.nan if mean is None else mean
+    if len(start) + steps > len(finite):  # they include the same steps
+        return LossTrend(first, last, f"{last:.4f} (mean of the last {plural(steps, 'step')})")
+    return LossTrend(
+        first, last, f"{first:.4f} → {last:.4f} (means of the first {len(start)} and the last {steps} steps)"
+    )
 
 
 def memory_gate(run: Run, limits: Thresholds) -> Gate:
@@ -235,80 +216,6 @@ def _longest_segment(run: Run) -> list[ResourcesObserved]:
         elif isinstance(event, ResourcesObserved):
             segments[-1].append(event)
     return max(reversed(segments), key=len)
-
-
-def throughput_gate(run: Run, baseline: Run | None, findings: list[HealthFired], limits: Thresholds) -> Gate:
-    """As fast as the dense baseline on the same device, or as a stated target."""
-    target = limits.tokens_per_s
-    threshold = f"at least {limits.dense_ratio:g}× dense tokens/s on the same device"
-    if target is not None:
-        threshold = f"at least {target:,.0f} tokens/s, the stated target"
-    gate = GateBuilder("throughput", f"{threshold}, and no lasting drop", "throughput")
-    speed, exempt = run.tokens_per_s, _why_dense_may_be_faster(run, limits)
-    if speed is None:
-        gate.not_tested("fewer than two log intervals, and the first is warm-up", "train longer")
-        if exempt:
-            gate.not_applicable(exempt, STATE_A_TARGET)
-        return gate.build()
-    gate.add_evidence("tokens/s", f"{speed:,.0f} (median)")
-    compared = "" if target is None else f", target {target:,.0f}"
-    drops = [f for f in findings if f.rule == "throughput_drop"]
-    if drops and not run.on_gpu and target is None:
-        gate.add_evidence("drops", f"{len(drops)}, not judged: other programs share the CPU")
-    elif drops:
-        worst = min(drops, key=lambda f: f.value / f.threshold)
-        count = f" (worst of {len(drops)} drops)" if len(drops) > 1 else ""
-        gate.fail(f"throughput dropped: {worst.sentence}{count}", "see the step time plot; check what else was running")
-    if target is not None:
-        if speed < target:
-            gate.fail(f"{speed:,.0f} tokens/s, below the target of {target:,.0f}", "profile it: --profile.steps A:B")
-    elif exempt and (baseline is None or baseline.tokens_per_s is None):
-        gate.not_applicable(exempt, STATE_A_TARGET)
-    elif baseline is None:
-        gate.not_tested("no dense baseline and no target to compare with", dense_baseline_command(run))
-    elif mismatch := baseline_mismatch(run, baseline):
-        gate.add_evidence("dense twin", f"none: {mismatch} ({baseline.folder.name})")
-        gate.not_tested(f"{baseline.folder.name} is not a dense baseline: {mismatch}", dense_baseline_command(run))
-    elif baseline.tokens_per_s is None:
-        gate.not_tested("the dense baseline has too few log intervals", "train the baseline longer")
-    else:
-        compared = _compare_speeds(speed, baseline.tokens_per_s, baseline, exempt, limits, gate)
-    gate.require_steps(run, limits)
-    return gate.build(f"{speed:,.0f} tokens/s{compared}")
-
-
-def _compare_speeds(
-    speed: float, dense: float, baseline: Run, exempt: str, limits: Thresholds, gate: GateBuilder
-) -> str:
-    """Judge tokens/s against the dense baseline's. exempt: why they may be fewer. Returns the ratio, for the gate."""
-    ratio = speed / dense
-    gate.add_evidence("dense twin", f"{dense:,.0f} tokens/s, ratio {ratio:.2f} ({baseline.folder.name})")
-    if slow := slow_routes(baseline):
-        gate.not_tested(
-            f"the dense baseline ran on {slow}, so the comparison is not fair", "fix that and train it again"
-        )
-    if speed < limits.dense_ratio * dense and exempt:
-        gate.not_applicable(f"{ratio:.2f}× dense, but {exempt}", STATE_A_TARGET)
-    elif speed < limits.dense_ratio * dense:
-        gate.fail(
-            f"{ratio:.2f}× dense, below {limits.dense_ratio:g}×",
-            "dense may be the better choice at this sequence length (see tercet plan); otherwise profile it",
-        )
-    return f", {ratio:.2f}× dense"
-
-
-def _why_dense_may_be_faster(run: Run, limits: Thresholds) -> str:
-    """Why nobody expects this run to be as fast as dense; empty if it must be. A stated target or ratio must be met."""
-    if limits.tokens_per_s is not None or limits.dense_ratio != Thresholds.dense_ratio:
-        return ""
-    if set(run.attention) == {"dense"}:
-        return "this run is dense itself"
-    if not run.on_gpu:
-        return ON_CPU
-    seq_len = run.stages[-1].seq_len if run.stages else run.config.get("data.seq_len")
-    if isinstance(seq_len, int) and seq_len < limits.dense_length:
-        return f"at {seq_len:,} tokens dense is usually as fast or faster; compare from {limits.dense_length:,} on"
-    return ""
 
 
 def checkpoint_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:
@@ -396,9 +303,7 @@ def data_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate
         gate.add_evidence("waiting for data", f"{100 * wait:.2f}% of step time, start excluded")
         if wait > limits.data_wait:
             gate.fail(f"{100 * wait:.0f}% of the time was spent waiting for data", data_fix(run.config))
-    starved = [f for f in findings if f.rule == "data_starvation"]
-    if starved:
-        gate.fail(f"starved for data {plural(len(starved), 'time')}: {starved[0].sentence}", "raise data.prefetch")
+    gate.fail_on(findings, "data_starvation")
     if run.resources:
         last = run.resources[-1]
         gate.add_evidence("documents", f"{last.documents:,} (epoch {run.steps[-1].epoch if run.steps else 0})")
@@ -431,9 +336,8 @@ def numerics_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> 
     skipped = sum(len(e.steps) for e in run.of(StepsSkipped))
     gate.add_evidence("non-finite steps", skipped)
     if skipped:
-        gate.fail(f"{plural(skipped, 'step')} not finite", "inspect nonfinite/ in the run folder; lower train.lr")
-    for finding in (f for f in findings if f.rule == "zero_grad"):
-        gate.fail(finding.sentence, "check that the loss depends on the weights")
+        gate.fail(f"{plural(skipped, 'step')} not finite", FIXES["nonfinite"])
+    gate.fail_on(findings, "zero_grad")
     norms = [n for e in run.steps for n in e.grad_norms]
     if norms:
         finite = [n for n in norms if math.isfinite(n)]

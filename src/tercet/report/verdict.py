@@ -7,7 +7,6 @@ nothing failed in what it did. Health thresholds in the run's own configuration 
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,6 @@ from tercet import hints
 from tercet.report import attention_gates, training_gates
 from tercet.report.gates import (
     GO,
-    INCOMPLETE_RECORD_FIX,
     NO_GO,
     NOT_APPLICABLE,
     NOT_TESTED,
@@ -23,9 +21,11 @@ from tercet.report.gates import (
     GateBuilder,
     Thresholds,
 )
-from tercet.report.integrity import contradictions
 from tercet.report.read import Run
+from tercet.report.record import record_gate
+from tercet.report.throughput import throughput_gate
 from tercet.telemetry.events import HealthFired
+from tercet.telemetry.sinks import mean_of_last
 from tercet.telemetry.units import plural
 
 HEALTHY, UNHEALTHY, UNKNOWN = "healthy", "unhealthy", "unknown"
@@ -119,7 +119,7 @@ def judge(run: Run, baseline: Run | None = None, limits: Thresholds | None = Non
     gates = [
         training_gates.stability_gate(run, findings, limits),
         training_gates.memory_gate(run, limits),
-        training_gates.throughput_gate(run, baseline, findings, limits),
+        throughput_gate(run, baseline, findings, limits),
         attention_gates.routing_gate(run, limits),
         attention_gates.selection_gate(run, findings, limits),
         attention_gates.fallback_gate(run, limits),
@@ -127,7 +127,7 @@ def judge(run: Run, baseline: Run | None = None, limits: Thresholds | None = Non
         training_gates.data_gate(run, findings, limits),
         training_gates.numerics_gate(run, findings, limits),
     ]
-    record = _record_gate(run)
+    record = record_gate(run)
     if record.verdict != GO:
         gates = [gate.without_complete_record() for gate in gates]
     all_gates = (record, *gates)
@@ -144,21 +144,6 @@ def judge(run: Run, baseline: Run | None = None, limits: Thresholds | None = Non
         tuple(findings),
         informational,
     )
-
-
-def _record_gate(run: Run) -> Gate:
-    """Whether the record is good enough to judge the run by."""
-    gate = GateBuilder("record", "a complete, gapless and consistent record of every rank")
-    gate.add_evidence("events", f"{run.event_count:,} from {len(run.events)} of {run.world_size} ranks")
-    gate.add_evidence("state", run.state)
-    found = contradictions(run)
-    for sentence in found[:4]:
-        gate.fail(sentence, INCOMPLETE_RECORD_FIX)
-    if len(found) > 4:
-        gate.fail(f"and {len(found) - 4} more", "")
-    first = run.steps[0].first_step if run.steps else 0  # a fork begins later
-    steps = f"steps {first:,} to {run.step:,} without gaps" if first else "no step is logged yet"
-    return gate.build(f"{steps}, on {plural(run.world_size, 'rank')}")
 
 
 def _multi_device_gate(run: Run) -> tuple[Gate, ...]:
@@ -222,7 +207,7 @@ def _headline(run: Run, verdict: str, health: str) -> str:
     facts = [plural(run.step, "step") if run.step == planned else f"{run.step:,} of {plural(planned, 'step')}"]
     if run.validations:
         facts.append(f"validation {_short_loss(run.validations[-1].loss)}")
-    elif math.isfinite(loss := training_gates.last_loss(run).value):
+    elif (loss := mean_of_last(run.losses)[0]) is not None:
         facts.append(f"training loss {_short_loss(loss)}")
     return f"{word}: {', '.join(facts)}"
 

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from tercet.errors import UsageError
 from tercet.report.facts import describe
+from tercet.report.plots import PHASES
 from tercet.report.read import MEASUREMENTS, ROUTES, last_heartbeat, read_config, read_run, stale_after
 from tercet.telemetry import events
 from tercet.telemetry.event_log import rank_files
@@ -28,15 +29,6 @@ from tercet.terminal import printable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 BRANCHES = (("compressed", "blue"), ("selected", "magenta"), ("window", "cyan"))
-PHASES = (
-    ("data", "yellow"),
-    ("forward", "blue"),
-    ("backward", "magenta"),
-    ("passes", "blue"),  # forward and backward together, in a CUDA graph
-    ("optimizer", "green"),
-    ("communication", "red"),
-    ("other", "white"),
-)
 
 
 class Follower:
@@ -214,16 +206,11 @@ def sparkline(values: list[float]) -> Text:
     return Text("".join(BLOCKS[round((v - low) * scale)] for v in means), style="cyan")
 
 
-def _phases(resources: Any) -> Text:
+def _phases(resources: Any) -> str:
+    """The share of each phase in the step time."""
     seconds = {name: max(0.0, _finite(getattr(resources, f"{name}_seconds"))) for name, _ in PHASES}
     total = sum(seconds.values()) or 1.0
-    shown = [(name, seconds[name] / total, colour) for name, colour in PHASES if seconds[name] / total >= 0.005]
-    text = Text()
-    for _, share, colour in shown:
-        text.append("█" * max(1, round(24 * share)), style=colour)
-    for name, share, colour in shown:
-        text.append(f" {name} {100 * share:.0f}%", style=colour)
-    return text
+    return "  ".join(f"{name} {100 * t / total:.0f}%" for name, t in seconds.items() if t / total >= 0.005)
 
 
 def _gates(layers: Any) -> RenderableType:

@@ -1,4 +1,4 @@
-"""Health rules: events in, findings out. Used by the trainer during a run and by the report afterwards.
+"""Health rules: events in, findings out. Used by the trainer during a run and by the report's gates afterwards.
 
 A pure function of the events: no clocks, files or torch.
 """
@@ -24,6 +24,18 @@ from tercet.telemetry.events import (
     StepLogged,
     StepsSkipped,
 )
+
+# What a finding of each rule calls for.
+FIXES = {
+    "loss_spike": "lower train.lr, or resume from an earlier checkpoint",
+    "nonfinite": "inspect nonfinite/ in the run folder; lower train.lr",
+    "zero_grad": "check that the loss depends on the weights",
+    "throughput_drop": "see the step time plot; check what else was running",
+    "data_starvation": "raise data.prefetch",
+    "gate_collapse": "lower train.lr, or use model.gate=softmax if it is not",
+    "dead_branch": "remove the branch (model.branches), or check that its keys receive gradients",
+    "selection_stuck": "raise model.nsa.select_count above the number of forced blocks, or raise data.seq_len",
+}
 
 # Values needed before a median means anything.
 _MIN_LOSSES = 8
