@@ -16,7 +16,6 @@ import torch
 from tercet.config.sections import ProfileConfig
 from tercet.report.read import read_run
 from tercet.telemetry.events import Noted
-from tercet.telemetry.memory import device_memory
 from tercet.telemetry.profile import Profiler
 from watched import corpus, run, settings
 
@@ -70,11 +69,6 @@ def test_optimizer_state_and_types(finished):
     assert f"parameters: float32 {parameters}" in lines
     assert f"gradients: float32 {parameters}" in lines
     assert f"optimizer: float32 {2 * parameters}" in lines
-
-
-def test_an_uninitialised_device_reports_zero_memory(monkeypatch):
-    monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: False)
-    assert set(device_memory(torch.device("cuda")).values()) == {0.0}
 
 
 def test_memory_by_part(finished):

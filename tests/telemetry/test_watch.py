@@ -44,7 +44,6 @@ def test_a_branch_that_the_model_does_not_have_is_not_shown(finished, tmp_path, 
     assert ["window"] in names
     report([found.folder])
     page = (found.folder / "report" / "report.html").read_text()
-    assert "Both start at one half" in page
     assert "4 of all 2 layers" in page  # readings
     assert "compressed share" not in page
 

@@ -18,12 +18,9 @@ import csv
 import dataclasses
 import io
 import math
-import os
 import queue
-import socket
 import statistics
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -66,27 +63,21 @@ EXCHANGE_COLUMNS = ("raw", "compressed", "window", "selected", "requests", "befo
 # More than any sink needs to finish; a hanging network must not keep a finished run alive.
 CLOSE_SECONDS = 30.0
 
-Row = tuple[Any, ...]
+Row = Sequence[Any]
 Sink = Callable[[Event], None]
 
 
-def csv_line(values: Iterable[Any]) -> str:
-    """A CSV line: floats with all digits, None as empty, text quoted where necessary."""
-    return ",".join(_cell(value) for value in values) + "\n"
+def csv_text(rows: Iterable[Row]) -> str:
+    """CSV lines: floats with all digits, None as empty, text quoted where necessary."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return '"' + value.replace('"', '""') + '"' if any(c in value for c in ',"\n\r') else value
-    return repr(value)
-
-
-def _rewrite(path: Path, lines: Iterable[str]) -> None:
+def _rewrite(path: Path, rows: Iterable[Row]) -> None:
     fresh = path.with_suffix(".csv.tmp")
-    with fresh.open("w", encoding="utf-8") as stream:
-        stream.writelines(lines)
+    with fresh.open("w", encoding="utf-8", newline="") as stream:
+        csv.writer(stream, lineterminator="\n").writerows(rows)
     fresh.replace(path)
 
 
@@ -97,11 +88,11 @@ class CsvSink:
         self, path: Path, columns: tuple[str, ...], rows: Callable[[Event], Iterable[Row]], past: Iterable[Event]
     ) -> None:
         self._rows = rows
-        _rewrite(path, [csv_line(columns), *(csv_line(row) for event in past for row in rows(event))])
+        _rewrite(path, [columns, *(row for event in past for row in rows(event))])
         self._file = AppendedFile(path)
 
     def __call__(self, event: Event) -> None:
-        self._file.write("".join(csv_line(row) for row in self._rows(event)).encode())
+        self._file.write(csv_text(self._rows(event)).encode())
 
 
 def csv_sinks(folder: Path, past: list[Event]) -> list[CsvSink]:
@@ -147,7 +138,7 @@ class RouteSink:
             self._write(self._before + event.by_route())
 
     def _write(self, calls: Counter[RouteKey]) -> None:
-        _rewrite(self._path, [csv_line(ROUTE_COLUMNS), *(csv_line((*key, n)) for key, n in sorted(calls.items()))])
+        _rewrite(self._path, [ROUTE_COLUMNS, *((*key, n) for key, n in sorted(calls.items()))])
 
 
 def route_totals(events: Iterable[Event]) -> Counter[RouteKey]:
@@ -178,9 +169,8 @@ class ExchangeSink:
         if path.exists():  # rows of steps that will be repeated are dropped
             with path.open(newline="") as stream:
                 kept = [row for row in csv.reader(stream) if row and row[0].isdigit() and int(row[0]) <= step]
-        fresh = io.StringIO()
-        csv.writer(fresh, lineterminator="\n").writerows([("step", *EXCHANGE_COLUMNS), *kept])
-        write_text(path, fresh.getvalue())  # atomic: a kill here leaves the old rows
+        # atomic: a kill here leaves the old rows
+        write_text(path, csv_text([("step", *EXCHANGE_COLUMNS), *kept]))
         self._file = AppendedFile(path)
 
     def __call__(self, event: Event) -> None:
@@ -188,7 +178,7 @@ class ExchangeSink:
             return
         steps, now = event.step - self._step, dict(self._traffic)
         row = [round((now.get(name, 0) - self._before.get(name, 0)) / steps) for name in EXCHANGE_COLUMNS]
-        self._file.write(csv_line((event.step, *row)).encode())
+        self._file.write(csv_text([(event.step, *row)]).encode())
         self._step, self._before = event.step, now
 
 
@@ -224,42 +214,29 @@ def import_wandb() -> Any:
 
 
 class TensorBoardSink:
-    """Scalars and samples under tb/. After a resume, a restart record hides superseded values.
-
-    TensorBoard's SummaryWriter stops permanently when a write fails.
-    """
+    """Scalars and samples under tb/. After a resume, values of later steps are purged."""
 
     def __init__(self, folder: Path, from_step: int) -> None:
-        self._text: Any = import_tensorboard().summary.text
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
+        self._folder = folder
+        self._writer = self._open(from_step + 1 if from_step else None)
 
-        self._event: Any = event_pb2.Event
-        self._summary: Any = summary_pb2.Summary
-        folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.0"
-        self._records: Any = RecordWriter(AppendedFile(folder / name))
-        self._closed = False
-        self._write(time.time(), file_version="brain.Event:2")
-        if from_step:
-            restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._write(time.time(), step=from_step + 1, session_log=restart)
+    def _open(self, purge_step: int | None) -> Any:
+        return import_tensorboard().SummaryWriter(str(self._folder), purge_step=purge_step, flush_secs=10)
 
     def __call__(self, event: Event) -> None:
-        if self._closed:  # a late event of another thread
+        if self._writer is None:  # a late event of another thread
             return
-        if isinstance(event, Sampled):
-            summary = self._text("sample", f"```\n{event.prompt}{event.text}\n```")
-            self._write(event.time, step=event.step, summary=summary)
-        elif isinstance(event, RunEnded):
-            self._records.close()
-            self._closed = True
-        elif named := scalars(event):
-            values = [self._summary.Value(tag=name, simple_value=value) for name, value in named.items()]
-            self._write(event.time, step=event.step, summary=self._summary(value=values))
-
-    def _write(self, seconds: float, **fields: Any) -> None:
-        self._records.write(self._event(wall_time=seconds, **fields).SerializeToString())
+        try:
+            if isinstance(event, Sampled):
+                self._writer.add_text("sample", f"```\n{event.prompt}{event.text}\n```", event.step, event.time)
+            elif isinstance(event, RunEnded):
+                self._writer.close()
+                self._writer = None
+            for name, value in scalars(event).items():
+                self._writer.add_scalar(name, value, event.step, event.time)
+        except OSError:
+            self._writer = self._open(None)  # one that failed does not write again
+            raise
 
 
 class WandbSink:
