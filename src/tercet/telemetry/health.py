@@ -9,7 +9,7 @@ import bisect
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from tercet.attention.config import BRANCHES
 from tercet.config.sections import HealthConfig
@@ -61,37 +61,46 @@ class HealthMonitor:
 
     def observe(self, event: Event) -> list[HealthFired]:
         """New findings due to this event."""
+        return [f for f in self._findings(event) if f.action != "off"]
+
+    def _findings(self, event: Event) -> Iterator[HealthFired]:
         if isinstance(event, RunStarted | StageStarted):
-            # Another process, maybe on another device, or another sequence length: throughput starts over, and the
-            # first interval is warm-up.
-            self._speeds.clear()
-            self._bad.pop(("throughput_drop", None), None)
-            self._warming_up = True
-            if isinstance(event, StageStarted):
-                if event.stage != self._stage:  # a process that resumes within a stage repeats its event
-                    self._losses.clear()
-                    self._ordered.clear()
-                self._stage = event.stage
-            found = []
+            self._restart(event)
         elif isinstance(event, StepLogged):
-            found = [*self._loss(event), *self._gradients(event), *self._speed(event), *self._data(event)]
+            yield from self._loss(event)
+            yield from self._gradients(event)
+            yield from self._speed(event)
+            yield from self._data(event)
         elif isinstance(event, StepsSkipped):
             steps = ", ".join(map(str, event.steps[:5])) + (" …" if len(event.steps) > 5 else "")
             sentence = f"loss or gradients were not finite in step {steps} ({event.total} so far)"
-            found = self._finding(event, "nonfinite", sentence, len(event.steps), 0)
+            yield self._finding(event, "nonfinite", sentence, len(event.steps), 0)
         elif isinstance(event, LayersObserved):
-            found = [*self._gates(event), *self._selection(event)]
+            yield from self._gates(event)
+            yield from self._selection(event)
         elif isinstance(event, RoutesCounted):
-            found = self._routes(event)
+            for (layer, branch, route, reason, fallback), calls in event.by_route().items():
+                if fallback and self._persists("fallback", (layer, branch, reason), True):
+                    sentence = f"layer {layer}: the {branch} branch runs on {route} ({reason})"
+                    yield self._finding(event, "fallback", sentence, calls, 0)
         elif isinstance(event, GraphCaptureFailed):
             sentence = f"train.cuda_graph=auto fell back to eager execution ({event.reason})"
-            found = self._finding(event, "fallback", sentence, 1, 0)
-        else:
-            found = []
-        return [f for f in found if f.action != "off"]
+            yield self._finding(event, "fallback", sentence, 1, 0)
 
-    def _loss(self, event: StepLogged) -> list[HealthFired]:
-        c, found = self._config, []
+    def _restart(self, event: RunStarted | StageStarted) -> None:
+        """Another process, maybe on another device, or another sequence length: throughput starts over, and the first
+        interval is warm-up."""
+        self._speeds.clear()
+        self._bad.pop(("throughput_drop", None), None)
+        self._warming_up = True
+        if isinstance(event, StageStarted):
+            if event.stage != self._stage:  # a process that resumes within a stage repeats its event
+                self._losses.clear()
+                self._ordered.clear()
+            self._stage = event.stage
+
+    def _loss(self, event: StepLogged) -> Iterator[HealthFired]:
+        c = self._config
         for step, loss in enumerate(event.losses, event.first_step):
             if not math.isfinite(loss):
                 continue  # left to the nonfinite rule
@@ -101,71 +110,58 @@ class HealthMonitor:
                 if loss > limit:
                     spread = _MAD_TO_STD * statistics.median(abs(x - median) for x in self._losses)
                     limit = max(limit, median + c.loss_spike_deviations * spread)
+                if self._persists("loss_spike", None, loss > limit):
                     count = f"the median of the last {len(self._losses)} steps"
                     sentence = f"loss {loss:.4f} in step {step}; {count} is {median:.4f}"
-                    found += self._if_persistent(event, "loss_spike", None, loss > limit, 1, sentence, loss, limit)
-                else:
-                    self._bad.pop(("loss_spike", None), None)
+                    yield self._finding(event, "loss_spike", sentence, loss, limit)
             if len(self._losses) == self._losses.maxlen:
                 del self._ordered[bisect.bisect_left(self._ordered, self._losses[0])]
             self._losses.append(loss)
             bisect.insort(self._ordered, loss)
-        return found
 
-    def _gradients(self, event: StepLogged) -> list[HealthFired]:
+    def _gradients(self, event: StepLogged) -> Iterator[HealthFired]:
         norms, limit = event.grad_norms, self._config.zero_grad_norm
-        bad = bool(norms) and max(norms) <= limit  # False for NaN
-        sentence = f"gradient norm was zero in all steps from {event.first_step} to {event.step}: nothing is learned"
-        return self._if_persistent(event, "zero_grad", None, bad, 1, sentence, max(norms, default=0.0), limit)
+        if self._persists("zero_grad", None, bool(norms) and max(norms) <= limit):  # False for NaN
+            sentence = f"gradient norm was zero in all steps from {event.first_step} to {event.step}"
+            yield self._finding(event, "zero_grad", f"{sentence}: nothing is learned", max(norms), limit)
 
-    def _speed(self, event: StepLogged) -> list[HealthFired]:
+    def _speed(self, event: StepLogged) -> Iterator[HealthFired]:
         if self._warming_up:
             self._warming_up = False
-            return []
+            return
         speed, c = event.tokens_per_s, self._config
         if len(self._speeds) < _MIN_SPEEDS:
             self._speeds.append(speed)
-            return []
+            return
         median = statistics.median(self._speeds)
-        bad = speed < c.throughput_share * median
-        if not bad:
+        limit = c.throughput_share * median
+        if speed >= limit:
             self._speeds.append(speed)
-        sentence = f"{speed:,.0f} tokens/s up to step {event.step}; the median is {median:,.0f}"
-        return self._if_persistent(
-            event, "throughput_drop", None, bad, c.patience, sentence, speed, c.throughput_share * median
-        )
+        if self._persists("throughput_drop", None, speed < limit, c.patience):
+            sentence = f"{speed:,.0f} tokens/s up to step {event.step}; the median is {median:,.0f}"
+            yield self._finding(event, "throughput_drop", sentence, speed, limit)
 
-    def _data(self, event: StepLogged) -> list[HealthFired]:
-        if not event.step_seconds:
-            return []
-        share, c = event.data_seconds / event.step_seconds, self._config
-        sentence = f"steps up to {event.step} spent {100 * share:.0f}% of their time waiting for data"
-        bad = share > c.data_wait_share
-        return self._if_persistent(event, "data_starvation", None, bad, c.patience, sentence, share, c.data_wait_share)
+    def _data(self, event: StepLogged) -> Iterator[HealthFired]:
+        share = event.data_seconds / event.step_seconds if event.step_seconds else 0.0
+        limit = self._config.data_wait_share
+        if self._persists("data_starvation", None, share > limit, self._config.patience):
+            sentence = f"steps up to {event.step} spent {100 * share:.0f}% of their time waiting for data"
+            yield self._finding(event, "data_starvation", sentence, share, limit)
 
-    def _gates(self, event: LayersObserved) -> list[HealthFired]:
-        c, found = self._config, []
-        limit = c.gate_collapse_share
+    def _gates(self, event: LayersObserved) -> Iterator[HealthFired]:
+        c = self._config
         for i, share in _measured(event.gate_collapse):
-            bad = self._gate_is_bad(i, share, not share < limit)  # NaN is bad too
-            if not bad:
-                self._bad.pop(("gate_collapse", i), None)
-                continue
-            sentence = f"layer {i}: one gate has over 95% of the weight for {100 * share:.0f}% of (token, head) pairs"
-            found += self._if_persistent(event, "gate_collapse", i, bad, c.patience, sentence, share, limit, layer=i)
-        limit = c.dead_branch_share
+            bad = self._gate_is_bad(i, share, not share < c.gate_collapse_share)  # NaN is bad too
+            if self._persists("gate_collapse", i, bad, c.patience):
+                pairs = f"{100 * share:.0f}% of (token, head) pairs"
+                sentence = f"layer {i}: one gate has over 95% of the weight for {pairs}"
+                yield self._finding(event, "gate_collapse", sentence, share, c.gate_collapse_share, layer=i)
         for branch in BRANCHES:
             for i, share in _measured(getattr(event, f"gate_share_{branch}")):
-                key = (i, branch)
-                bad = self._gate_is_bad(key, share, not share >= limit)
-                if not bad:
-                    self._bad.pop(("dead_branch", key), None)
-                    continue
-                sentence = f"layer {i}: the {branch} branch gets {100 * share:.2f}% of the gate weight"
-                found += self._if_persistent(
-                    event, "dead_branch", key, bad, c.patience, sentence, share, limit, layer=i
-                )
-        return found
+                bad = self._gate_is_bad((i, branch), share, not share >= c.dead_branch_share)
+                if self._persists("dead_branch", (i, branch), bad, c.patience):
+                    sentence = f"layer {i}: the {branch} branch gets {100 * share:.2f}% of the gate weight"
+                    yield self._finding(event, "dead_branch", sentence, share, c.dead_branch_share, layer=i)
 
     def _gate_is_bad(self, key: object, share: float, closed: bool) -> bool:
         """Whether a gate has closed. One that an import closed counts only after it has opened once."""
@@ -173,66 +169,40 @@ class HealthMonitor:
             self._opened.add(key)
         return closed and (not self._imported or key in self._opened or math.isnan(share))
 
-    def _selection(self, event: LayersObserved) -> list[HealthFired]:
+    def _selection(self, event: LayersObserved) -> Iterator[HealthFired]:
         c = self._config
+        for i, share in _measured(event.selected_forced):
+            if self._persists("selection_stuck", (i, "forced"), share >= c.selection_forced_share, c.patience):
+                sentence = f"layer {i}: {100 * share:.1f}% of the selected blocks are forced ones"
+                yield self._finding(event, "selection_stuck", sentence, share, c.selection_forced_share)
+        for i, share in _measured(event.selected_overlap):
+            if self._persists("selection_stuck", (i, "same"), share >= c.selection_overlap, c.patience):
+                same = f"{100 * share:.2f}% of the freely selected blocks"
+                sentence = f"layer {i}: {same} are the same for consecutive tokens"
+                yield self._finding(event, "selection_stuck", sentence, share, c.selection_overlap)
 
-        def stuck(i: int, what: str, share: float, limit: float, sentence: str) -> list[HealthFired]:
-            bad = share >= limit
-            return self._if_persistent(event, "selection_stuck", (i, what), bad, c.patience, sentence, share, limit)
-
-        found = []
-        for i, (forced, overlap) in enumerate(zip(event.selected_forced, event.selected_overlap, strict=True)):
-            if forced is not None:
-                sentence = f"layer {i}: {100 * forced:.1f}% of the selected blocks are forced ones"
-                found += stuck(i, "forced", forced, c.selection_forced_share, sentence)
-            if overlap is not None:
-                share = f"{100 * overlap:.2f}% of the freely selected blocks"
-                sentence = f"layer {i}: {share} are the same for consecutive tokens"
-                found += stuck(i, "same", overlap, c.selection_overlap, sentence)
-        return found
-
-    def _routes(self, event: RoutesCounted) -> list[HealthFired]:
-        found = []
-        for (layer, branch, route, reason, fallback), calls in event.by_route().items():
-            if fallback:
-                sentence = f"layer {layer}: the {branch} branch runs on {route} ({reason})"
-                key = (layer, branch, reason)
-                found += self._if_persistent(event, "fallback", key, True, 1, sentence, calls, 0)
-        return found
-
-    def _if_persistent(
-        self,
-        event: Event,
-        rule: str,
-        key: object,
-        bad: bool,
-        patience: int,
-        sentence: str,
-        value: float,
-        threshold: float,
-        layer: int | None = None,
-    ) -> list[HealthFired]:
-        """A finding when `bad` has been true exactly `patience` times in a row."""
-        count = self._bad.get((rule, key), 0) + 1 if bad else 0
-        self._bad[rule, key] = count
-        return self._finding(event, rule, sentence, value, threshold, layer) if count == patience else []
+    def _persists(self, rule: str, key: object, bad: bool, patience: int = 1) -> bool:
+        """Whether this is the reading after which `bad` has been true exactly `patience` times in a row."""
+        if not bad:
+            self._bad.pop((rule, key), None)
+            return False
+        count = self._bad[rule, key] = self._bad.get((rule, key), 0) + 1
+        return count == patience
 
     def _finding(
         self, event: Event, rule: str, sentence: str, value: float, threshold: float, layer: int | None = None
-    ) -> list[HealthFired]:
-        return [
-            HealthFired(
-                step=event.step,
-                rank=event.rank,
-                time=event.time,
-                rule=rule,
-                action=getattr(self._config, rule),
-                sentence=sentence,
-                value=float(value),
-                threshold=float(threshold),
-                layer=layer,
-            )
-        ]
+    ) -> HealthFired:
+        return HealthFired(
+            step=event.step,
+            rank=event.rank,
+            time=event.time,
+            rule=rule,
+            action=getattr(self._config, rule),
+            sentence=sentence,
+            value=float(value),
+            threshold=float(threshold),
+            layer=layer,
+        )
 
 
 def _middle(ordered: list[float]) -> float:
