@@ -155,7 +155,6 @@ def test_intervals_of_other_ranks_are_checked_without_keeping_them(
     problems: list[str] = []
     log = RankLog(write_log(tmp_path, 1, [started(0), *steps]), 1, None, problems)
     assert log.steps.tolist() == list(range(1, 101))
-    assert [step for step, loss in zip(log.steps, log.losses, strict=True) if loss != loss] == [50]
     assert log.memory_gib == 10.0
     assert [f.rule for f in log.findings] == ["data_starvation"]
     assert (len(decoded), problems) == (5, [])  # the start, and the intervals that waited

@@ -42,7 +42,7 @@ def replace_loss(monkeypatch: pytest.MonkeyPatch, change) -> None:
 
 def gate_bias(monkeypatch: pytest.MonkeyPatch, *bias: float) -> None:
     """Initialise every layer's gate logits to these instead of zero."""
-    from tercet.model.layers import Gate
+    from tercet.model.attention import Gate
 
     @torch.no_grad()
     def init(self):

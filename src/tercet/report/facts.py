@@ -25,6 +25,8 @@ MAX_NOTABLE_EVENTS = 200
 _SIGNS = {"ok": "go", "warning": "nt", "failed": "no", "not tested": "nt"}
 # Run state without an end event -> text
 _STATES = {"running": "still running", "silent": "alive, no heartbeat", "gone": "died"}
+# What a long run has most of, and nobody needs to read.
+_MEASUREMENTS = (events.StepLogged, events.ResourcesObserved, events.LayersObserved)
 
 
 # What a long run has most of, and nobody needs to read.
