@@ -308,23 +308,19 @@ def test_a_few_layers_with_a_dead_branch_are_go_and_many_are_no_go(healthy, tmp_
 
 
 def test_selectors_that_choose_at_random_are_no_go(healthy, tmp_path):
-    ran, limits = on_gpu(healthy, tmp_path / "run"), Thresholds(40, lone_branch_layers=1.0)
+    ran = on_gpu(healthy, tmp_path / "run")
 
-    def gate_of(*mass, kl=0.1, best=0.7):
+    def gate_of(*mass, kl=0.1, best=0.7, steps=40):
         event = SelectorsObserved(step=60, layer=[0, 1], kl=[kl] * 2, mass=[*mass], best=[best] * 2, random=[0.3, 0.3])
         others = [e for e in ran.events[0] if not isinstance(e, SelectorsObserved)]
-        return selection_gate(dataclasses.replace(ran, events={0: [*others, event]}), [], limits)
+        run = dataclasses.replace(ran, events={0: [*others, event]})
+        return selection_gate(run, [], Thresholds(steps, lone_branch_layers=1.0))
 
     assert gate_of(0.6, 0.5).verdict == "GO"
-    told = gate_of(0.6, 0.31)
-    assert told.verdict == "NO-GO"
-    assert "layers 1 are no better than a random choice" in told.sentence
-    limits = Thresholds(500, lone_branch_layers=1.0)
-    assert gate_of(0.6, 0.31).verdict == "NOT TESTED"  # selectors start at random: a short run cannot fail by it
-    limits = Thresholds(40, lone_branch_layers=1.0)
-    not_learned = gate_of(0.6, 0.31, kl=None)
-    assert not_learned.verdict == "GO"
-    assert any("at random 30% to 30%" in value for _, value in not_learned.evidence)
+    assert gate_of(0.6, 0.31).verdict == "NO-GO"
+    assert "layers 1 are no better than a random choice" in gate_of(0.6, 0.31).sentence
+    assert gate_of(0.6, 0.31, steps=500).verdict == "NOT TESTED"  # selectors start at random
+    assert gate_of(0.6, 0.31, kl=None).verdict == "GO"  # not learned
     assert gate_of(0.3, 0.3, best=0.3).verdict == "GO"  # all blocks fit: nothing to choose
 
 

@@ -211,19 +211,6 @@ def test_only_a_failure_fails_unless_go_is_required(healthy, tmp_path, monkeypat
     assert codes("NO-GO", "NOT TESTED") == (3, 3)
 
 
-def test_require_go_names_the_gates_that_keep_a_run_from_go(healthy, tmp_path, no_plots, capsys):
-    def last_line(**options):
-        assert report([healthy.folder], out=tmp_path / "out", require_go=True, **options) == 4
-        return capsys.readouterr().out.splitlines()[-1]
-
-    told = last_line()
-    assert re.search(r"^not GO, .*not tested: stability, .*not applicable: throughput \(.*--target-tokens-per-s", told)
-    assert "; routing, fallbacks (train on a GPU)" in told
-    assert re.search(r"not applicable: routing, fallbacks \(", last_line(target_tokens_per_s=1e-3))
-    report([healthy.folder], out=tmp_path / "out")
-    assert "not GO" not in capsys.readouterr().out
-
-
 def test_two_runs_are_compared_with_their_differences(healthy, tmp_path, no_plots, capsys):
     other = copy(healthy, tmp_path / "other", each("run_started", name=NASTY))
     text = (other.folder / "config.toml").read_text()

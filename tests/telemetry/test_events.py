@@ -171,20 +171,7 @@ def test_a_terminal_keeps_the_history_and_fits_its_width(columns: int, monkeypat
     assert len(history) == 100
     assert all("loss 0.3" in line and "eta" in line for line in history)
     assert ("mem 0.50 GiB" in history[0]) == (columns == 200)
-    assert any("1000/1000  validating 3/8" in line for line in out.lines())
-
-
-def test_long_steps_count_their_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    for seconds, shown in ((0.0, True), (100.0, False)):
-        monkeypatch.setattr("tercet.telemetry.progress.MICRO_BATCHES_AFTER", seconds)
-        out = Terminal()
-        screen = Screen(stream=out)
-        screen.begin(0, 10)
-        screen.advance(1)
-        screen.micro_batch(2, 8)
-        screen.end()
-        assert any("1/10  micro-batch 3/8" in line for line in out.lines()) == shown
+    assert any("1000/1000 validating 3/8" in line for line in out.lines())
 
 
 def test_control_characters_are_escaped() -> None:

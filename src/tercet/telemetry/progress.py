@@ -8,10 +8,11 @@ import os
 import sys
 import textwrap
 import time
-from typing import TextIO
+from typing import Any, TextIO
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.live import Live
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 from rich.text import Text
 
 from tercet.telemetry.event_log import is_disk_full
@@ -61,39 +62,17 @@ class _Console(Console):
             os.write(sys.stderr.fileno(), b"output is closed: the run continues without it\n")
 
 
-class LiveLine:
-    """The last line of a terminal: bar, step, what is running or was measured, elapsed time. Always fits."""
-
-    def __init__(self, step: int, steps: int) -> None:
-        self.step, self.steps = step, steps
-        self.fields: list[tuple[int, str]] = []
-        self.doing = FIRST_STEP
-        self.micro_batch = ""  # of the running step
-        self.advanced = self._started = time.monotonic()
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
-        size = min(40, width // 5)
-        filled = size * self.step // max(1, self.steps)
-        mark = "-" if options.ascii_only else "━"
-        long_step = self.micro_batch and time.monotonic() - self.advanced > MICRO_BATCHES_AFTER
-        count = f" {self.step}/{self.steps}  {f'micro-batch {self.micro_batch}  ' if long_step else ''}"
-        elapsed = f"  {duration(time.monotonic() - self._started)}"
-        room = width - size - len(count) - len(elapsed)
-        text = Text(no_wrap=True, overflow="crop")
-        text.append(mark * filled, "green").append(mark * (size - filled), "bright_black").append(count)
-        text.append((self.doing or fit(self.fields, room))[: max(0, room)]).append(elapsed, "dim")
-        yield text
-
-
 class Screen:
     """Prints the events of rank 0. Other ranks have a quiet one."""
 
     def __init__(self, mode: str = "auto", *, quiet: bool = False, stream: TextIO | None = None) -> None:
         self._console = _Console(file=stream or sys.stdout, quiet=quiet, soft_wrap=True, highlight=False)
         self._live = not quiet and (mode == "on" or (mode == "auto" and self._console.is_terminal))
-        self._display: Live | None = None
-        self._line = LiveLine(0, 0)
+        self._display: Progress | None = None
+        self._steps = 0  # of the run
+        self._doing = FIRST_STEP  # what takes time now; empty: training
+        self._fields: list[tuple[int, str]] = []  # of the last log line
+        self._advanced = time.monotonic()  # when the last step was completed
         self._last_line = 0  # step of the last line printed above the live line
         self.warming_up = False  # then the speed of the next log line says nothing about the time left
         self._estimated = False
@@ -123,30 +102,45 @@ class Screen:
 
     def begin(self, step: int, steps: int) -> None:
         """Training starts or resumes."""
-        self._line, self._last_line = LiveLine(step, steps), step
+        self._steps, self._last_line, self._doing, self._advanced = steps, step, FIRST_STEP, time.monotonic()
         if self._live:
-            self._display = Live(self._line, console=self._console, transient=True, refresh_per_second=4)
+            text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
+            width = min(40, self._console.width // 5)
+            columns = (BarColumn(width), MofNCompleteColumn(), text, TimeElapsedColumn())
+            self._display = Progress(*columns, console=self._console, transient=True, refresh_per_second=4)
+            self._display.add_task(FIRST_STEP, total=steps, completed=step)
             self._display.start()
         elif step < steps:
             self.say(FIRST_STEP)
 
+    def _update(self, **changes: Any) -> None:
+        """Refresh the live line: what takes time now, or was measured last."""
+        if self._display:
+            room = self._console.width - min(40, self._console.width // 5) - 2 * len(str(self._steps)) - 12
+            text = (self._doing or fit(self._fields, room))[: max(0, room)]
+            self._display.update(self._display.task_ids[0], description=text, **changes)
+
     def advance(self, step: int) -> None:
         """Move the bar."""
-        self._line.step, self._line.doing, self._line.micro_batch = step, "", ""
-        self._line.advanced = time.monotonic()
+        self._doing, self._advanced = "", time.monotonic()
+        self._update(completed=step)
 
     def micro_batch(self, index: int, count: int) -> None:
         """Show the progress of a step that takes long. Without a live line, print it in the first step, whenever the
         number of finished micro-batches has doubled."""
-        self._line.micro_batch = f"{index + 1}/{count}" if count > 1 else ""
-        seconds = time.monotonic() - self._line.advanced
-        doubled = index.bit_count() == 1
-        if doubled and self._line.doing == FIRST_STEP and self._display is None and seconds > MICRO_BATCHES_AFTER:
+        seconds = time.monotonic() - self._advanced
+        if count == 1 or seconds <= MICRO_BATCHES_AFTER:
+            return
+        first = self._doing.startswith(FIRST_STEP)
+        self._doing = f"{FIRST_STEP} " * first + f"micro-batch {index + 1}/{count}"
+        self._update()
+        if first and self._display is None and index.bit_count() == 1:  # a power of two
             self.say(f"first step: {index} of {count} micro-batches done after {seconds:.1f} s")
 
     def doing(self, text: str, *, announce: bool = False) -> None:
         """Show in the live line what takes time now. Without a live line, print it if `announce`."""
-        self._line.doing = text
+        self._doing = text
+        self._update()
         if announce and self._display is None:
             self.say(text)
 
@@ -159,7 +153,7 @@ class Screen:
     def __call__(self, event: Event) -> None:
         """Print what the event reports; events of other kinds are not shown."""
         if isinstance(event, Validated | Sampled):
-            self._line.doing = ""
+            self._doing = ""
         if isinstance(event, StepLogged):
             self._show_step(event)
         elif isinstance(event, StageStarted):
@@ -204,14 +198,15 @@ class Screen:
 
     def _show_step(self, event: StepLogged) -> None:
         """In the live line. Print it too if that is a while ago, or always without a live line."""
-        steps = self._line.steps
+        steps = self._steps
         left = None if self.warming_up else steps_left(steps, event.step, self._stage) * event.step_seconds
-        self._line.fields = step_fields(event, left)
+        self._fields = step_fields(event, left)
+        self._update()
         if self._display is None or event.step - self._last_line >= steps // HISTORY_LINES:
             self._last_line = event.step
             count = f"step {event.step:>{len(str(steps))}}/{steps}  "
             room = self._console.width - len(count) if self._console.is_terminal else sys.maxsize
-            self.say(count + fit(self._line.fields, room))
+            self.say(count + fit(self._fields, room))
         self._estimate(event, left)
 
     def _estimate(self, event: StepLogged, left: float | None) -> None:
