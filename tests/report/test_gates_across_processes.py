@@ -65,7 +65,7 @@ def make_run(events: list[Event]) -> Run:
     boot = {"host_total_gib": 64.0, "device_total_gib": 80.0}
     return Run(
         folder=Path("nowhere"), events={0: events}, problems=(), config={"data.source": "text"}, origins={},
-        environment={}, memory={"boot": boot}, heartbeats={}, dtypes={}, metrics={}, files=(), logs={}, state="ended",
+        environment={}, memory={"boot": boot}, heartbeats={}, dtypes={}, files=(), logs={}, state="ended",
     )  # fmt: skip
 
 

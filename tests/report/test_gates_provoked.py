@@ -158,7 +158,7 @@ def test_everything_tested_and_well_is_go(healthy, tmp_path):
     judged = judge(on_gpu(healthy, tmp_path / "run"), limits=Thresholds(40, checkpoint_blocked=1.0, tokens_per_s=1.0))
     assert (judged.verdict, judged.exit_code) == ("GO", 0), judged.sentence
     # What one device cannot test is shown, but is not part of the verdict.
-    assert [names for _, _, names in judged.untested()] == [["several devices"]]
+    assert [names for _, _, names in judged.reasons("NOT TESTED")] == [["several devices"]]
     assert "not part of the verdict: several devices" in judged.sentence
     told = judged.as_dict(healthy)
     assert [(g["name"], g["verdict"]) for g in told["beyond"]] == [("several devices", "NOT TESTED")]
@@ -216,36 +216,25 @@ def test_a_run_slower_than_its_dense_baseline_is_no_go(healthy, tmp_path):
 
 
 def test_dense_may_be_faster_on_a_cpu_and_below_8k(healthy, tmp_path):
-    def throughput(run, length=None, **limits):
-        config = {**run.config, "data.seq_len": length or run.config["data.seq_len"]}
-        run, dense = (dataclasses.replace(r, config=config | {"model.attention": r.config["model.attention"]})
-                      for r in (run, baseline(run)))  # fmt: skip
+    ran, faster = on_gpu(healthy, tmp_path / "gpu"), each("step", tokens_per_s=lambda speed: 2 * speed)
+    baselines = {run.on_gpu: dense_baseline(run, tmp_path / f"dense-{run.on_gpu}", faster) for run in (healthy, ran)}
+
+    def throughput(run, length, **limits):
+        run, dense = (
+            dataclasses.replace(r, config={**r.config, "data.seq_len": length}) for r in (run, baselines[run.on_gpu])
+        )
         return gate(judge(run, dense, Thresholds(40, **limits)), "throughput")
 
-    def keep_first_step(lines):
-        first = next(line for line in lines if line["kind"] == "step")
-        lines[:] = [line for line in lines if line["kind"] != "step" or line is first]
-
-    def baseline(run):
-        faster = each("step", tokens_per_s=lambda speed: 2 * speed)
-        return dense_baseline(run, tmp_path / f"{run.folder.name}-dense-{next(names)}", faster)
-
-    names = itertools.count()
-    on_cpu = throughput(healthy)
-    assert on_cpu.verdict == "NOT APPLICABLE"
-    assert "0.50× dense, but ran on a CPU" in on_cpu.sentence
-    short = dense_baseline(healthy, tmp_path / "short", keep_first_step)
-    assert gate(judge(healthy, short, FEW), "throughput").verdict == "NOT APPLICABLE"
-    ran = on_gpu(healthy, tmp_path / "gpu")
+    assert throughput(healthy, 8192).verdict == "NOT APPLICABLE"
+    assert "0.50× dense, but ran on a CPU" in throughput(healthy, 8192).sentence
     assert throughput(ran, 4096).verdict == "NOT APPLICABLE"
     assert throughput(ran, 8192).verdict == "NO-GO"
     assert throughput(ran, 4096, dense_ratio=0.9).verdict == "NO-GO"  # a stated ratio counts at any length
-    assert gate(verdict(ran), "throughput").verdict == "NOT APPLICABLE"  # without a baseline
     long = dataclasses.replace(ran, config={**ran.config, "data.seq_len": 8192})
-    assert gate(verdict(long), "throughput").verdict == "NOT TESTED"
-    dense = dense_baseline(ran, tmp_path / "dense")
-    assert gate(verdict(dense), "throughput").sentence == "this run is dense itself"
-    assert gate(verdict(dense), "selection health").verdict == "NOT APPLICABLE"
+    assert [gate(verdict(r), "throughput").verdict for r in (ran, long)] == ["NOT APPLICABLE", "NOT TESTED"]
+    dense = verdict(baselines[True])
+    assert gate(dense, "throughput").sentence == "this run is dense itself"
+    assert gate(dense, "selection health").verdict == "NOT APPLICABLE"
 
 
 def test_a_dense_baseline_on_a_slow_backend_proves_nothing(healthy, tmp_path):

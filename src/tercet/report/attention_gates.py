@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections import Counter
 
 from tercet.attention.config import BRANCHES, NoChoice, NSAConfig, nothing_to_choose
 from tercet.report.gates import NOT_ON_CPU, ON_CPU, Gate, GateBuilder, Thresholds
-from tercet.report.read import Run, last_choices, with_defaults
+from tercet.report.read import Run, with_defaults
 from tercet.telemetry.events import GraphCaptureFailed, HealthFired, LayersObserved, SelectorsObserved
 from tercet.telemetry.health import FIXES
 from tercet.telemetry.units import plural
@@ -104,13 +105,13 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     affected = {f.layer for f in findings if f.rule in ("gate_collapse", "dead_branch")}
     tolerated = None not in affected and len(affected) <= limits.lone_branch_layers * len(sparse)
     for rule in ("gate_collapse", "dead_branch", "selection_stuck"):
-        found = [f for f in findings if f.rule == rule]
-        if not found or (rule == "selection_stuck" and no_choice and no_choice.reads_all):
+        fired = [f for f in findings if f.rule == rule]
+        if not fired or (rule == "selection_stuck" and no_choice and no_choice.reads_all):
             continue
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        sentence = f"{found[0].sentence} from step {found[0].step} on{more}"
+        more = f" (and {len(fired) - 1} more)" if len(fired) > 1 else ""
+        sentence = f"{fired[0].sentence} from step {fired[0].step} on{more}"
         if tolerated and rule != "selection_stuck":
-            layers = len({f.layer for f in found})
+            layers = len({f.layer for f in fired})
             gate.add_evidence(rule.replace("_", " "), f"{sentence}: {layers} of {len(sparse)} layers")
         else:
             gate.fail(sentence, FIXES[rule])
@@ -143,10 +144,16 @@ def _judge_selectors(run: Run, gate: GateBuilder, limits: Thresholds) -> None:
     """Learned selectors must capture more attention than a random choice would, in the mean of the last readings; they
     start at random, so a short run is not judged by it. The compressed branch's choice is shown only: it has no loss of
     its own that would make it better than random."""
-    if (choices := last_choices(run)) is None:
+    samples = [e for e in run.of(SelectorsObserved) if e.layer][-5:]
+    if not samples:
         return
-    layers, mass, best, random = choices
-    learned = None not in run.of(SelectorsObserved)[-1].kl
+    layers = samples[-1].layer
+    samples = [e for e in samples if e.layer == layers]
+    mass, best, random = (
+        [statistics.fmean(values) for values in zip(*(getattr(e, name) for e in samples), strict=True)]
+        for name in ("mass", "best", "random")
+    )
+    learned = None not in samples[-1].kl
     gate.add_evidence(
         "attention captured",
         f"{min(mass):.0%} to {max(mass):.0%} across layers; at random {min(random):.0%} to {max(random):.0%}, at best "

@@ -16,7 +16,7 @@ from tercet.report.read import Run
 from tercet.report.throughput import baseline_mismatch, loss_mismatch
 from tercet.telemetry import events
 from tercet.telemetry.events import Event, HealthFired
-from tercet.telemetry.sinks import mean_of_last
+from tercet.telemetry.sinks import STATISTICS, mean_of_last
 from tercet.telemetry.units import duration, plural, quantity
 
 # The page of a long run shows at most this many events.
@@ -73,7 +73,7 @@ def collect_facts(run: Run, findings: Iterable[HealthFired], baseline: Run | Non
         created=clock_time(run.read_at),
         figures=key_figures(run) + _baseline_figures(run, baseline),
         routes=_routes(run),
-        layer_columns=[name for name, _ in _LAYER_COLUMNS],
+        layer_columns=[name.removeprefix("gate_").replace("_", " ") for name in STATISTICS],
         layers=_layer_rows(last) if last else [],
         layers_step=last.step if last else 0,
         notable_events=_notable_events(run, findings),
@@ -214,22 +214,8 @@ def format_ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in parts)
 
 
-# (column on the page, field of LayersObserved)
-_LAYER_COLUMNS = (
-    ("compressed", "gate_share_compressed"),
-    ("selected", "gate_share_selected"),
-    ("window", "gate_share_window"),
-    ("entropy", "gate_entropy"),
-    ("collapsed", "gate_collapse"),
-    ("blocks", "selected_blocks"),
-    ("distance", "selected_distance"),
-    ("forced", "selected_forced"),
-    ("overlap", "selected_overlap"),
-)
-
-
 def _layer_rows(event: events.LayersObserved) -> list[list[str]]:
-    columns = [getattr(event, field) for _, field in _LAYER_COLUMNS]
+    columns = [getattr(event, name) for name in STATISTICS]
     return [["–" if c[i] is None else f"{c[i]:.3f}" for c in columns] for i in range(len(event.attention))]
 
 

@@ -36,7 +36,6 @@ from tercet.telemetry.events import (
     RouteKey,
     RunEnded,
     RunStarted,
-    SelectorsObserved,
     StageStarted,
     StepLogged,
     Validated,
@@ -83,7 +82,6 @@ class Run:
     memory: Mapping[str, Mapping[str, Any]]  # boot, step1, … -> mem_*.json
     heartbeats: Mapping[int, Mapping[str, Any]]  # the last one of each rank
     dtypes: Mapping[str, str]
-    metrics: Mapping[str, Any]
     files: tuple[str, ...]
     logs: Mapping[int, RankLog]  # by rank; empty if the events do not come from a folder
     state: str  # ended, running, silent (alive, but its heartbeat is stale) or gone
@@ -133,10 +131,10 @@ class Run:
     def stages(self) -> list[StageStarted]:
         """The stages so far, in order; empty for a run without stages. A resumed run may have moved them: an event
         replaces earlier ones of its stage or of later ones."""
-        found: list[StageStarted] = []
+        stages: list[StageStarted] = []
         for event in self.of(StageStarted):
-            found = [*(e for e in found if e.stage < event.stage and e.step < event.step), event]
-        return found
+            stages = [*(e for e in stages if e.stage < event.stage and e.step < event.step), event]
+        return stages
 
     @cached_property
     def last_stage_steps(self) -> list[StepLogged]:
@@ -249,7 +247,6 @@ def read_run(folder: Path | str) -> Run:
         memory={p.stem.removeprefix("mem_"): _json(p) for p in sorted(folder.glob("mem_*.json"))},
         heartbeats={rank: beat for rank, beat in beats.items() if beat},
         dtypes=_dtypes(folder / "dtypes_report.txt"),
-        metrics=_json(folder / "metrics.json"),
         files=tuple(sorted(p.name + "/" * p.is_dir() for p in folder.iterdir())),
         state="gone",
     )
@@ -362,10 +359,10 @@ def read_config(folder: Path, problems: list[str]) -> dict[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        record = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def _dtypes(path: Path) -> dict[str, str]:
@@ -422,18 +419,3 @@ def with_defaults(run: Run) -> dict[str, Any]:
 def _as_in_toml(value: object) -> object:
     """TOML has no tuples and no null."""
     return "none" if value is None else list(value) if isinstance(value, tuple) else value
-
-
-def last_choices(run: Run) -> tuple[list[int], list[float], list[float], list[float]] | None:
-    """(layers, attention captured by their blocks, by the best choice, by a random one), means of the last readings;
-    None if nothing was measured."""
-    readings = [e for e in run.of(SelectorsObserved) if e.layer][-5:]
-    if not readings:
-        return None
-    layers = readings[-1].layer
-    readings = [e for e in readings if e.layer == layers]
-
-    def means(name: str) -> list[float]:
-        return [sum(values) / len(readings) for values in zip(*(getattr(e, name) for e in readings), strict=True)]
-
-    return layers, means("mass"), means("best"), means("random")

@@ -83,10 +83,10 @@ def markdown(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
         *(f"| {g.name} | **{g.verdict}** | {escape(g.sentence)} | {escape(g.threshold)} |" for g in verdict.gates),
     ]
     listed = {
-        "Failed": verdict.failures(),
+        "Failed": verdict.reasons(NO_GO),
         "Warnings": verdict.warnings(),
-        "Not tested": verdict.untested(),
-        "Not applicable": verdict.inapplicable(),
+        "Not tested": verdict.reasons(NOT_TESTED),
+        "Not applicable": verdict.reasons(NOT_APPLICABLE),
     }
     for title, reasons in listed.items():
         lines += ["", f"## {title}", ""] if reasons else []

@@ -113,11 +113,11 @@ def _figure_rows(runs: list[Column]) -> list[dict[str, Any]]:
     same_tokens = len({c.run.config["data.tokenizer"] for c in runs if "data.tokenizer" in c.run.config}) < 2
     rows = []
     for name in dict.fromkeys(n for t in tables for n in t):
-        found = [t.get(name) or KeyFigure(name, "–") for t in tables]
+        figures = [t.get(name) or KeyFigure(name, "–") for t in tables]
         comparable = same_tokens or name not in _PER_TOKEN
-        first = found[0].number
-        ratios = ["" if not (comparable and first and f.number) else f"{f.number / first:.3f}×" for f in found[1:]]
-        cells = [{"value": f.value, "note": f.note, "ratio": r} for f, r in zip(found, ["", *ratios], strict=True)]
+        first = figures[0].number
+        ratios = ["" if not (comparable and first and f.number) else f"{f.number / first:.3f}×" for f in figures[1:]]
+        cells = [{"value": f.value, "note": f.note, "ratio": r} for f, r in zip(figures, ["", *ratios], strict=True)]
         rows.append({"name": name if comparable else f"{name} (other tokens)", "cells": cells})
     return rows
 

@@ -14,18 +14,8 @@ from typing import Any
 from tercet import hints
 from tercet.report.gates import Gate, GateBuilder, Thresholds
 from tercet.report.read import Run
-from tercet.telemetry.events import (
-    CheckpointFailed,
-    CheckpointSaved,
-    DoctorReported,
-    HealthFired,
-    ResourcesObserved,
-    RunEnded,
-    RunStarted,
-    StageStarted,
-    Stalled,
-    StepsSkipped,
-)
+from tercet.telemetry import events
+from tercet.telemetry.events import HealthFired
 from tercet.telemetry.health import FIXES
 from tercet.telemetry.sinks import data_wait_share, mean_of_last
 from tercet.telemetry.units import plural
@@ -62,7 +52,7 @@ def stability_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
 def _check_earlier_processes(run: Run, ends: list[tuple[str, str]], gate: GateBuilder) -> None:
     """A process may end badly if a later one trained on from a verified checkpoint, or had nothing left to do."""
     verified = run.config.get("checkpoint.verify") is not False
-    found = Counter[tuple[str, str, str]]()  # by outcome, reason and what followed
+    endings = Counter[tuple[str, str, str]]()  # by outcome, reason and what followed
     for number, (outcome, reason) in enumerate(ends[:-1], 1):
         if outcome not in ("failed", "halted", DIED):
             continue
@@ -71,8 +61,8 @@ def _check_earlier_processes(run: Run, ends: list[tuple[str, str]], gate: GateBu
             cause = f": {reason}" if reason else ""
             gate.fail(f"an earlier process {outcome}{cause}", "find the cause before relying on restarts")
         else:
-            found[outcome, reason, "was resumed" if later.resumed_from else "started again without a checkpoint"] += 1
-    for (outcome, reason, then), count in found.items():
+            endings[outcome, reason, "was resumed" if later.resumed_from else "started again without a checkpoint"] += 1
+    for (outcome, reason, then), count in endings.items():
         how, fix = f"({reason})", "check that the cause is gone"
         if outcome == DIED:
             how = "without an end event"
@@ -100,7 +90,7 @@ def _check_last_process(run: Run, outcome: str, gate: GateBuilder) -> None:
 
 
 def _check_stalls(run: Run, gate: GateBuilder) -> None:
-    stalls = [s for r in run.events for s in run.of(Stalled, r) if not s.over]
+    stalls = [s for r in run.events for s in run.of(events.Stalled, r) if not s.over]
     gate.add_evidence("stalls", len(stalls))
     if stalls:
         worst = max(stalls, key=lambda s: s.for_seconds)
@@ -133,21 +123,21 @@ def _process_ends(run: Run) -> list[tuple[str, str]]:
     """How each process of the run ended, and the reason of its end event."""
     ends: list[tuple[str, str]] = []
     for event in run.events.get(0, []):
-        if isinstance(event, RunStarted):
+        if isinstance(event, events.RunStarted):
             ends.append((DIED, ""))
-        elif isinstance(event, RunEnded) and ends:
+        elif isinstance(event, events.RunEnded) and ends:
             ends[-1] = (event.outcome, event.reason)
     if ends and run.ended is None and run.state in ("running", "silent"):
         ends[-1] = (run.state, "")
     return ends
 
 
-def _continued(run: Run, start: RunStarted) -> bool:
+def _continued(run: Run, start: events.RunStarted) -> bool:
     """Whether a process trained on from where it started."""
     return any(e.step > start.step and e.time >= start.time for e in reversed(run.steps))
 
 
-def _trained_on(run: Run, start: RunStarted) -> bool:
+def _trained_on(run: Run, start: events.RunStarted) -> bool:
     """Whether a process trained on, or resumed where nothing was left to do."""
     return _continued(run, start) or (start.resumed_from is not None and start.step == start.steps)
 
@@ -207,13 +197,13 @@ def memory_gate(run: Run, limits: Thresholds) -> Gate:
     return gate.build(f"peak {peak:.2f} of {capacity or 0:.1f} GiB, no growth")
 
 
-def _longest_segment(run: Run) -> list[ResourcesObserved]:
+def _longest_segment(run: Run) -> list[events.ResourcesObserved]:
     """Readings of the process and stage that has the most: another number of ranks or length needs other memory."""
-    segments: list[list[ResourcesObserved]] = [[]]
+    segments: list[list[events.ResourcesObserved]] = [[]]
     for event in run.events.get(0, []):
-        if isinstance(event, RunStarted | StageStarted):
+        if isinstance(event, events.RunStarted | events.StageStarted):
             segments.append([])
-        elif isinstance(event, ResourcesObserved):
+        elif isinstance(event, events.ResourcesObserved):
             segments[-1].append(event)
     return max(reversed(segments), key=len)
 
@@ -227,13 +217,15 @@ def checkpoint_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -
         "the loss",
         "breakdown",
     )
-    saved, failed = run.of(CheckpointSaved), run.of(CheckpointFailed)
+    saved, failed = run.of(events.CheckpointSaved), run.of(events.CheckpointFailed)
     gate.add_evidence("saved", len(saved))
     gate.add_evidence("failed", len(failed))
     if failed:
         sentence = f"{plural(len(failed), 'save')} failed: {failed[-1].reason}"
-        newest = next(e for e in reversed(run.events[0]) if isinstance(e, CheckpointSaved | CheckpointFailed))
-        if isinstance(newest, CheckpointSaved):
+        newest = next(
+            e for e in reversed(run.events[0]) if isinstance(e, events.CheckpointSaved | events.CheckpointFailed)
+        )
+        if isinstance(newest, events.CheckpointSaved):
             gate.warn(f"{sentence}; a later save succeeded", "check that the cause is gone")
         else:
             gate.fail(sentence, "free disk space or replace the disk")
@@ -260,7 +252,7 @@ def _spike_step(run: Run, spike: HealthFired) -> int:
     return next((step for step, loss in losses if loss == spike.value), spike.step)
 
 
-def _check_saves(run: Run, saved: list[CheckpointSaved], limits: Thresholds, gate: GateBuilder) -> None:
+def _check_saves(run: Run, saved: list[events.CheckpointSaved], limits: Thresholds, gate: GateBuilder) -> None:
     newest = run.folder / "checkpoints" / Path(saved[-1].path).name
     if not newest.parent.is_dir():
         gate.not_tested("the checkpoints are not in this folder", "run the report where they are")
@@ -333,7 +325,7 @@ def numerics_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> 
         "no non-finite step, no zero gradients, fp32 weights, kernels that match the reference on this device",
         "grad_norm",
     )
-    skipped = sum(len(e.steps) for e in run.of(StepsSkipped))
+    skipped = sum(len(e.steps) for e in run.of(events.StepsSkipped))
     gate.add_evidence("non-finite steps", skipped)
     if skipped:
         gate.fail(f"{plural(skipped, 'step')} not finite", FIXES["nonfinite"])
@@ -365,12 +357,14 @@ def _check_parity(run: Run, gate: GateBuilder) -> None:
     if not run.on_gpu or set(run.attention) <= {"dense"}:
         gate.add_evidence(PARITY, "no kernels ran")
         return
-    reports = [dict(zip(e.check, zip(e.verdict, e.finding, strict=True), strict=True)) for e in run.of(DoctorReported)]
-    found = [report[PARITY] for report in reports if PARITY in report]
-    if not found:
+    reports = [
+        dict(zip(e.check, zip(e.verdict, e.finding, strict=True), strict=True)) for e in run.of(events.DoctorReported)
+    ]
+    parity = [report[PARITY] for report in reports if PARITY in report]
+    if not parity:
         gate.not_tested("the kernels were not compared with the reference on this device", "leave health.doctor on")
         return
-    verdict, finding = found[-1]
+    verdict, finding = parity[-1]
     gate.add_evidence(PARITY, f"{verdict}: {finding}")
     if verdict == "failed":
         gate.fail(f"the kernels do not match the reference: {finding}", "tercet doctor; use model.backend=reference")

@@ -62,27 +62,23 @@ class Verdict:
         """What the headline begins with: GO, NO-GO, Healthy, Healthy so far or Too short to judge."""
         return self.headline.partition(":")[0]
 
-    def failures(self) -> list[Reason]:
-        """What failed and how to fix it."""
-        return _reasons(self.gates, NO_GO)
+    def reasons(self, verdict: str) -> list[Reason]:
+        """Why gates have this verdict, and what would change it. A reason that several gates share appears once."""
+        names: dict[tuple[str, str], list[str]] = {}
+        for gate in (*self.gates, *self.informational):
+            for reason in gate.reasons if gate.verdict == verdict else ():
+                names.setdefault(reason, []).append(gate.name)
+        return [(sentence, fix, gates) for (sentence, fix), gates in names.items()]
 
     def warnings(self) -> list[Reason]:
         """What does not change the verdict, but people should know."""
         return [(warning, fix, [gate.name]) for gate in self.gates for warning, fix in gate.warnings]
 
-    def untested(self) -> list[Reason]:
-        """What was not tested and how to test it. A reason that several gates share appears once."""
-        return _reasons((*self.gates, *self.informational), NOT_TESTED)
-
-    def inapplicable(self) -> list[Reason]:
-        """What this kind of run cannot pass or fail, and what would make it apply."""
-        return _reasons(self.gates, NOT_APPLICABLE)
-
     def why_not_go(self) -> str:
         """Which gates keep a run without failures from GO, in one line."""
         untested = ", ".join(gate.name for gate in self.gates if gate.verdict == NOT_TESTED)
         fixes: dict[str, list[str]] = {}
-        for _, fix, names in self.inapplicable():
+        for _, fix, names in self.reasons(NOT_APPLICABLE):
             fixes.setdefault(fix, []).extend(names)
         inapplicable = "; ".join(f"{', '.join(names)} ({fix})" for fix, names in fixes.items())
         parts = [f"not tested: {untested}"] * bool(untested) + [f"not applicable: {inapplicable}"] * bool(fixes)
@@ -177,15 +173,6 @@ def _two_rank_batch(run: Run) -> dict[str, int]:
     if micro_batch % 2 == 0:
         return {"train.micro_batch": micro_batch // 2}
     return {"train.tokens_per_step": 2 * tokens}
-
-
-def _reasons(gates: tuple[Gate, ...], verdict: str) -> list[Reason]:
-    found: dict[tuple[str, str], list[str]] = {}
-    for gate in gates:
-        if gate.verdict == verdict:
-            for reason in gate.reasons:
-                found.setdefault(reason, []).append(gate.name)
-    return [(sentence, fix, names) for (sentence, fix), names in found.items()]
 
 
 def _overall(gates: tuple[Gate, ...]) -> str:

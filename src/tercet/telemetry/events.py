@@ -209,12 +209,12 @@ class RoutesCounted(Event, kind="routes", measured=True, table=True):
 
     def by_route(self) -> Counter[RouteKey]:
         """The calls of each row."""
-        found: Counter[RouteKey] = Counter()
+        counts: Counter[RouteKey] = Counter()
         for *key, calls in zip(
             self.layer, self.branch, self.route, self.reason, self.fallback, self.calls, strict=True
         ):
-            found[tuple(key)] += calls
-        return found
+            counts[tuple(key)] += calls
+        return counts
 
 
 class ResourcesObserved(Event, kind="resources", measured=True):

@@ -111,11 +111,11 @@ def _core_flops() -> float:
 
 def host_total_gib() -> float | None:
     """RAM of this machine, or the container's limit if lower; None if unknown."""
-    found = []
+    limits = []
     try:
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB)
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB)
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        found += [int(limit) / GIB] if limit.isdigit() else []
+        limits += [int(limit) / GIB] if limit.isdigit() else []
     except (OSError, ValueError):
         pass
-    return min(found, default=None)
+    return min(limits, default=None)

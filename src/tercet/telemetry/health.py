@@ -13,17 +13,8 @@ from collections.abc import Iterable, Iterator
 
 from tercet.attention.config import BRANCHES
 from tercet.config.sections import HealthConfig
-from tercet.telemetry.events import (
-    Event,
-    GraphCaptureFailed,
-    HealthFired,
-    LayersObserved,
-    RoutesCounted,
-    RunStarted,
-    StageStarted,
-    StepLogged,
-    StepsSkipped,
-)
+from tercet.telemetry import events
+from tercet.telemetry.events import Event, HealthFired
 
 # What a finding of each rule calls for.
 FIXES = {
@@ -64,42 +55,42 @@ class HealthMonitor:
         return [f for f in self._findings(event) if f.action != "off"]
 
     def _findings(self, event: Event) -> Iterator[HealthFired]:
-        if isinstance(event, RunStarted | StageStarted):
+        if isinstance(event, events.RunStarted | events.StageStarted):
             self._restart(event)
-        elif isinstance(event, StepLogged):
+        elif isinstance(event, events.StepLogged):
             yield from self._loss(event)
             yield from self._gradients(event)
             yield from self._speed(event)
             yield from self._data(event)
-        elif isinstance(event, StepsSkipped):
+        elif isinstance(event, events.StepsSkipped):
             steps = ", ".join(map(str, event.steps[:5])) + (" …" if len(event.steps) > 5 else "")
             sentence = f"loss or gradients were not finite in step {steps} ({event.total} so far)"
             yield self._finding(event, "nonfinite", sentence, len(event.steps), 0)
-        elif isinstance(event, LayersObserved):
+        elif isinstance(event, events.LayersObserved):
             yield from self._gates(event)
             yield from self._selection(event)
-        elif isinstance(event, RoutesCounted):
+        elif isinstance(event, events.RoutesCounted):
             for (layer, branch, route, reason, fallback), calls in event.by_route().items():
                 if fallback and self._persists("fallback", (layer, branch, reason), True):
                     sentence = f"layer {layer}: the {branch} branch runs on {route} ({reason})"
                     yield self._finding(event, "fallback", sentence, calls, 0)
-        elif isinstance(event, GraphCaptureFailed):
+        elif isinstance(event, events.GraphCaptureFailed):
             sentence = f"train.cuda_graph=auto fell back to eager execution ({event.reason})"
             yield self._finding(event, "fallback", sentence, 1, 0)
 
-    def _restart(self, event: RunStarted | StageStarted) -> None:
+    def _restart(self, event: events.RunStarted | events.StageStarted) -> None:
         """Another process, maybe on another device, or another sequence length: throughput starts over, and the first
         interval is warm-up."""
         self._speeds.clear()
         self._bad.pop(("throughput_drop", None), None)
         self._warming_up = True
-        if isinstance(event, StageStarted):
+        if isinstance(event, events.StageStarted):
             if event.stage != self._stage:  # a process that resumes within a stage repeats its event
                 self._losses.clear()
                 self._ordered.clear()
             self._stage = event.stage
 
-    def _loss(self, event: StepLogged) -> Iterator[HealthFired]:
+    def _loss(self, event: events.StepLogged) -> Iterator[HealthFired]:
         c = self._config
         for step, loss in enumerate(event.losses, event.first_step):
             if not math.isfinite(loss):
@@ -119,13 +110,13 @@ class HealthMonitor:
             self._losses.append(loss)
             bisect.insort(self._ordered, loss)
 
-    def _gradients(self, event: StepLogged) -> Iterator[HealthFired]:
+    def _gradients(self, event: events.StepLogged) -> Iterator[HealthFired]:
         norms, limit = event.grad_norms, self._config.zero_grad_norm
         if self._persists("zero_grad", None, bool(norms) and max(norms) <= limit):  # False for NaN
             sentence = f"gradient norm was zero in all steps from {event.first_step} to {event.step}"
             yield self._finding(event, "zero_grad", f"{sentence}: nothing is learned", max(norms), limit)
 
-    def _speed(self, event: StepLogged) -> Iterator[HealthFired]:
+    def _speed(self, event: events.StepLogged) -> Iterator[HealthFired]:
         if self._warming_up:
             self._warming_up = False
             return
@@ -141,14 +132,14 @@ class HealthMonitor:
             sentence = f"{speed:,.0f} tokens/s up to step {event.step}; the median is {median:,.0f}"
             yield self._finding(event, "throughput_drop", sentence, speed, limit)
 
-    def _data(self, event: StepLogged) -> Iterator[HealthFired]:
+    def _data(self, event: events.StepLogged) -> Iterator[HealthFired]:
         share = event.data_seconds / event.step_seconds if event.step_seconds else 0.0
         limit = self._config.data_wait_share
         if self._persists("data_starvation", None, share > limit, self._config.patience):
             sentence = f"steps up to {event.step} spent {100 * share:.0f}% of their time waiting for data"
             yield self._finding(event, "data_starvation", sentence, share, limit)
 
-    def _gates(self, event: LayersObserved) -> Iterator[HealthFired]:
+    def _gates(self, event: events.LayersObserved) -> Iterator[HealthFired]:
         c = self._config
         for i, share in _measured(event.gate_collapse):
             bad = self._gate_is_bad(i, share, not share < c.gate_collapse_share)  # NaN is bad too
@@ -169,7 +160,7 @@ class HealthMonitor:
             self._opened.add(key)
         return closed and (not self._imported or key in self._opened or math.isnan(share))
 
-    def _selection(self, event: LayersObserved) -> Iterator[HealthFired]:
+    def _selection(self, event: events.LayersObserved) -> Iterator[HealthFired]:
         c = self._config
         for i, share in _measured(event.selected_forced):
             if self._persists("selection_stuck", (i, "forced"), share >= c.selection_forced_share, c.patience):
@@ -216,7 +207,7 @@ def _measured(values: list[float | None]) -> list[tuple[int, float]]:
     return [(i, value) for i, value in enumerate(values) if value is not None]
 
 
-def health_findings(events: Iterable[Event], init_from: str | None = None) -> list[HealthFired]:
+def health_findings(stream: Iterable[Event], init_from: str | None = None) -> list[HealthFired]:
     """All findings in a stream of events, with the default thresholds."""
     monitor = HealthMonitor(HealthConfig(), init_from)
-    return [finding for event in events for finding in monitor.observe(event)]
+    return [finding for event in stream for finding in monitor.observe(event)]

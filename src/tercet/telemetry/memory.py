@@ -55,8 +55,8 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 def gradients(model: nn.Module) -> dict[str, Any]:
     """Size and types of the gradients; call between backward and the update."""
-    found = [p.grad for p in model.parameters() if p.grad is not None]
-    return {"mib": bytes_of(found) / 2**20, "dtypes": _dtype_sizes(found)}
+    tensors = [p.grad for p in model.parameters() if p.grad is not None]
+    return {"mib": bytes_of(tensors) / 2**20, "dtypes": _dtype_sizes(tensors)}
 
 
 def snapshot(

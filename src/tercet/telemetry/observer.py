@@ -18,23 +18,13 @@ from torch import Tensor, nn
 from tercet.attention.dispatch import REQUESTED
 from tercet.config.schema import RunConfig
 from tercet.model.attention import Attention
-from tercet.telemetry import memory
+from tercet.telemetry import events, memory
 from tercet.telemetry.event_log import EventLog, full_disk_allowed
-from tercet.telemetry.events import (
-    HealthFired,
-    LayersObserved,
-    Noted,
-    ResourcesObserved,
-    RouteKey,
-    RoutesCounted,
-    SelectorsObserved,
-    StepLogged,
-)
 from tercet.telemetry.health import HealthMonitor
 from tercet.telemetry.profile import PhaseClock, Profiler
 from tercet.telemetry.sinks import ROUTE_COLUMNS, STATISTICS
 
-# Field of ResourcesObserved -> field of the loader's totals (data.packing.LoaderStats)
+# Field of events.ResourcesObserved -> field of the loader's totals (data.packing.LoaderStats)
 _TOTALS = {
     "documents": "documents", "real_tokens": "tokens", "padding": "padding", "bad_records": "skipped",
     "left_out": "left_out", "exercises": "exercises",
@@ -79,7 +69,9 @@ class Observer:
         self._probe.set_sampling(step % self._config.log.every == 0 or step in self._config.train.stage_ends)
         if self._profiler.missed(step):
             steps = self._config.profile.steps
-            self._log.emit(Noted(step=step, text=f"warning: profile.steps={steps} traces nothing: this is step {step}"))
+            self._log.emit(
+                events.Noted(step=step, text=f"warning: profile.steps={steps} traces nothing: this is step {step}")
+            )
         self._profiler.before_step(step)
 
     @contextmanager
@@ -114,25 +106,25 @@ class Observer:
         """Record time of the interval that was not training: checkpoint or validation."""
         self._excluded_seconds[what] += seconds
 
-    def after_log(self, logged: StepLogged, totals: Any = None) -> list[HealthFired]:
+    def after_log(self, logged: events.StepLogged, totals: Any = None) -> list[events.HealthFired]:
         """Emit the interval's measurements and health findings; returns the findings that ask to halt.
 
         totals: the loader's, since the start of the run and over all ranks; None without one.
         """
-        found = self._health.observe(logged)
+        findings = self._health.observe(logged)
         self._log.emit(self._resources(logged, totals))
         layers, selectors = self._probe.read(logged.step, self._all_sum)
         if layers is not None:
             self._log.emit(layers)
-            found += self._health.observe(layers)
+            findings += self._health.observe(layers)
         if selectors is not None:
             self._log.emit(selectors)
         routes = self._probe.routes(logged.step)
         self._log.emit(routes)
-        found += self._health.observe(routes)
+        findings += self._health.observe(routes)
         self._probe.set_sampling(False)  # a validation may follow
         self._steps = self._unreported = 0
-        return self._emit_findings(found)
+        return self._emit_findings(findings)
 
     def flush_routes(self, step: int) -> None:
         """Emit the route counts since the last log line: at a save, from which another process may resume, and at the
@@ -141,21 +133,21 @@ class Observer:
             self._unreported = 0
             self._log.emit(self._probe.routes(step))
 
-    def observe(self, event: Any) -> list[HealthFired]:
+    def observe(self, event: Any) -> list[events.HealthFired]:
         """Apply the health rules to another event; emits the findings and returns those that ask to halt."""
         return self._emit_findings(self._health.observe(event))
 
-    def _emit_findings(self, found: list[HealthFired]) -> list[HealthFired]:
-        for finding in found:
+    def _emit_findings(self, findings: list[events.HealthFired]) -> list[events.HealthFired]:
+        for finding in findings:
             self._log.emit(finding)
-        return [f for f in found if f.action == "halt"]
+        return [f for f in findings if f.action == "halt"]
 
     def close(self) -> None:
         """Write a profile that the end of the run cut short."""
         if self._profiler.active:
             self._write_profile(self._profiler.last)
 
-    def _resources(self, logged: StepLogged, totals: Any) -> ResourcesObserved:
+    def _resources(self, logged: events.StepLogged, totals: Any) -> events.ResourcesObserved:
         steps = max(1, self._steps)
         phases: dict[str, Any] = {f"{name}_seconds": t / steps for name, t in self._clock.read().items()}
         known = logged.data_seconds + sum(phases.values())
@@ -163,7 +155,7 @@ class Observer:
             phases |= {"forward_seconds": None, "backward_seconds": None}
         used: dict[str, Any] = memory.device_memory(self._device, self._held_bytes())
         excluded, self._excluded_seconds = self._excluded_seconds, dict.fromkeys(self._excluded_seconds, 0.0)
-        return ResourcesObserved(
+        return events.ResourcesObserved(
             step=logged.step,
             data_seconds=logged.data_seconds,
             **phases,
@@ -180,7 +172,7 @@ class Observer:
             text = f"profile: {', '.join(self._profiler.close())}"
         except OSError as error:
             text = f"warning: the profile could not be written ({error})"
-        self._log.emit(Noted(step=step, text=text))
+        self._log.emit(events.Noted(step=step, text=text))
 
     def _snapshot(self, name: str, step: int) -> None:
         """Write mem_{name}.json on rank 0, mem_{name}_rank{r}.json on the others."""
@@ -198,8 +190,8 @@ class LayerProbe:
     def __init__(self, model: nn.Module) -> None:
         self.layers = [m for m in model.modules() if isinstance(m, Attention)]
         self._sparse = [m for m in self.layers if m.spec.sparse]
-        self._calls: Counter[RouteKey] = Counter()  # of completed steps
-        self._current: Counter[RouteKey] = Counter()  # of the current step
+        self._calls: Counter[events.RouteKey] = Counter()  # of completed steps
+        self._current: Counter[events.RouteKey] = Counter()  # of the current step
         self._sampled = False
 
     def set_sampling(self, on: bool) -> None:
@@ -227,15 +219,15 @@ class LayerProbe:
         """Whether kernels could run; on a CPU the reference is not a fallback."""
         return layer.q_proj.weight.is_cuda
 
-    def routes(self, step: int) -> RoutesCounted:
+    def routes(self, step: int) -> events.RoutesCounted:
         """Passes of all completed steps."""
         rows = [(*key, calls) for key, calls in sorted(self._calls.items())]
         columns: dict[str, Any] = {name: [row[i] for row in rows] for i, name in enumerate(ROUTE_COLUMNS)}
-        return RoutesCounted(step=step, **columns)
+        return events.RoutesCounted(step=step, **columns)
 
     def read(
         self, step: int, all_sum: Callable[[Tensor], Tensor]
-    ) -> tuple[LayersObserved | None, SelectorsObserved | None]:
+    ) -> tuple[events.LayersObserved | None, events.SelectorsObserved | None]:
         """Statistics of all ranks since the last read, if there are any. One all-reduce, one synchronisation."""
         if not self._sampled or not self._sparse:
             return None, None
@@ -247,7 +239,7 @@ class LayerProbe:
             means[id(layer)], distances[id(layer)] = layer.stats.means(row), layer.stats.distances(row)
             layer.stats.reset()
         columns: dict[str, Any] = {n: [means.get(id(m), {}).get(n) for m in self.layers] for n in STATISTICS}
-        layers = LayersObserved(
+        layers = events.LayersObserved(
             step=step,
             attention=[m.kind for m in self.layers],
             distances=[distances.get(id(m), []) for m in self.layers],
@@ -256,4 +248,4 @@ class LayerProbe:
         choices = {i: means[id(m)] for i, m in enumerate(self.layers) if "selector_mass" in means.get(id(m), {})}
         names = ("kl", "mass", "best", "random")
         measured: dict[str, Any] = {name: [row.get(f"selector_{name}") for row in choices.values()] for name in names}
-        return layers, SelectorsObserved(step=step, layer=[*choices], **measured) if choices else None
+        return layers, events.SelectorsObserved(step=step, layer=[*choices], **measured) if choices else None

@@ -15,21 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 from rich.text import Text
 
+from tercet.telemetry import events
 from tercet.telemetry.event_log import is_disk_full
-from tercet.telemetry.events import (
-    CheckpointFailed,
-    CheckpointSaved,
-    DoctorReported,
-    Event,
-    GraphChosen,
-    HealthFired,
-    Noted,
-    Sampled,
-    StageStarted,
-    StepLogged,
-    StepsSkipped,
-    Validated,
-)
+from tercet.telemetry.events import Event, HealthFired
 from tercet.telemetry.units import duration, gradient_norm, passes_of, quantity
 from tercet.terminal import printable
 
@@ -76,7 +64,7 @@ class Screen:
         self._last_line = 0  # step of the last line printed above the live line
         self.warming_up = False  # then the speed of the next log line says nothing about the time left
         self._estimated = False
-        self._stage: StageStarted | None = None  # the current one
+        self._stage: events.StageStarted | None = None  # the current one
 
     def say(self, text: str, style: str = "", *, wrap: bool = False) -> None:
         """Print a line, above the live line if there is one. Markup and control characters are printed literally.
@@ -152,51 +140,51 @@ class Screen:
 
     def __call__(self, event: Event) -> None:
         """Print what the event reports; events of other kinds are not shown."""
-        if isinstance(event, Validated | Sampled):
+        if isinstance(event, events.Validated | events.Sampled):
             self._doing = ""
-        if isinstance(event, StepLogged):
+        if isinstance(event, events.StepLogged):
             self._show_step(event)
-        elif isinstance(event, StageStarted):
+        elif isinstance(event, events.StageStarted):
             self.say(stage_line(event, self._stage), wrap=True)
             self._stage, self._estimated = event, False
-        elif isinstance(event, Validated):
+        elif isinstance(event, events.Validated):
             bits = "" if event.bits_per_byte is None else f" ({event.bits_per_byte:.4f} bits per byte)"
             over = f"over {quantity(event.tokens)} tokens"
             over += "" if event.seq_len is None else f" in sequences of {event.seq_len}"
             self.say(f"validation after step {event.step}: loss {event.loss:.4f}{bits} {over}", wrap=True)
-        elif isinstance(event, Sampled):
+        elif isinstance(event, events.Sampled):
             width = max(40, self._console.width) - 4 if self._console.is_terminal else sys.maxsize
             lines = printable(event.prompt + event.text).split("\n")
             cut = [line[at : at + width] for line in lines for at in range(0, max(1, len(line)), width)]
             self.say("\n".join([f"sample after step {event.step}:", *("  | " + line for line in cut)]))
-        elif isinstance(event, CheckpointSaved):
+        elif isinstance(event, events.CheckpointSaved):
             self.say(
                 f"checkpoint of step {event.step}: {event.path} "
                 f"({event.bytes / 2**20:.1f} MiB, training blocked for {event.blocked_seconds:.2f} s)",
                 wrap=True,
             )
-        elif isinstance(event, CheckpointFailed):
+        elif isinstance(event, events.CheckpointFailed):
             self.say(f"warning: {event.reason}", "bold red")
-        elif isinstance(event, StepsSkipped):
+        elif isinstance(event, events.StepsSkipped):
             self.say(
                 f"warning: loss or gradients were not finite in step {', '.join(map(str, event.steps))}: "
                 f"skipped the update ({event.total} so far)",
                 "bold yellow",
             )
         elif isinstance(event, HealthFired):
-            if (event.rule, event.action) != ("nonfinite", "warn"):  # StepsSkipped reports that
+            if (event.rule, event.action) != ("nonfinite", "warn"):  # events.StepsSkipped reports that
                 word = "halting" if event.action == "halt" else "warning"
                 self.say(f"{word}: {event.rule}: {event.sentence}", "bold yellow")
-        elif isinstance(event, DoctorReported):
+        elif isinstance(event, events.DoctorReported):
             for check, verdict, finding, fix in zip(event.check, event.verdict, event.finding, event.mend, strict=True):
                 if verdict == "warning":
                     self.say(f"warning: doctor: {check}: {finding}: {fix}", "bold yellow")
-        elif isinstance(event, GraphChosen):
+        elif isinstance(event, events.GraphChosen):
             self.say(event.sentence, wrap=True)
-        elif isinstance(event, Noted):
+        elif isinstance(event, events.Noted):
             self.say(event.text)
 
-    def _show_step(self, event: StepLogged) -> None:
+    def _show_step(self, event: events.StepLogged) -> None:
         """In the live line. Print it too if that is a while ago, or always without a live line."""
         steps = self._steps
         left = None if self.warming_up else steps_left(steps, event.step, self._stage) * event.step_seconds
@@ -209,7 +197,7 @@ class Screen:
             self.say(count + fit(self._fields, room))
         self._estimate(event, left)
 
-    def _estimate(self, event: StepLogged, left: float | None) -> None:
+    def _estimate(self, event: events.StepLogged, left: float | None) -> None:
         if self._estimated or left is None or len(event.losses) < 2 or left < 30:
             return
         self._estimated = True
@@ -217,12 +205,12 @@ class Screen:
         self.say(f"about {duration(left)} left, until {until}")
 
 
-def steps_left(steps: int, done: int, stage: StageStarted | None) -> float:
+def steps_left(steps: int, done: int, stage: events.StageStarted | None) -> float:
     """What is left of a run, in steps of the current stage if it has stages."""
     return steps - done if stage is None else stage.last_step - done + stage.later_steps
 
 
-def stage_line(stage: StageStarted, before: StageStarted | None) -> str:
+def stage_line(stage: events.StageStarted, before: events.StageStarted | None) -> str:
     """What a stage of a run changes."""
     batches = f"{stage.tokens_per_step} tokens: {passes_of(stage.accumulation, stage.micro_batch)}"
     facts = {"sequences of": stage.seq_len, "rope_theta": f"{stage.rope_theta:g}", "steps of": batches}
@@ -233,7 +221,7 @@ def stage_line(stage: StageStarted, before: StageStarted | None) -> str:
     return f"stage {stage.stage}/{stage.stages}, {steps}: {', '.join(f'{k} {v}' for k, v in facts.items())}"
 
 
-def step_fields(event: StepLogged, seconds_left: float | None) -> list[tuple[int, str]]:
+def step_fields(event: events.StepLogged, seconds_left: float | None) -> list[tuple[int, str]]:
     """What a log line shows: (rank, text). On a narrow terminal the highest ranks are left out."""
     mfu = [] if event.mfu is None else [(4, f"mfu {100 * event.mfu:.1f}%")]
     eta = [] if seconds_left is None else [(1, f"eta {duration(seconds_left)}")]

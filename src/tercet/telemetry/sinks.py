@@ -28,30 +28,16 @@ from typing import Any
 
 from tercet.atomic_io import write_text
 from tercet.errors import TercetError
+from tercet.telemetry import events
 from tercet.telemetry.event_log import AppendedFile, is_disk_full
-from tercet.telemetry.events import (
-    CheckpointSaved,
-    Event,
-    HealthFired,
-    LayersObserved,
-    ResourcesObserved,
-    RouteKey,
-    RoutesCounted,
-    RunEnded,
-    RunStarted,
-    Sampled,
-    SelectorsObserved,
-    StepLogged,
-    StepsSkipped,
-    Validated,
-)
+from tercet.telemetry.events import Event, HealthFired, RouteKey
 
 TRAINING_COLUMNS = (
     "step", "loss", "lr", "tokens_per_s", "grad_norm", "tokens", "step_seconds", "data_seconds", "mfu", "memory_gib",
     "skipped", "epoch", "bad_records", "muon_lr", "time",
 )  # fmt: skip
 VALIDATION_COLUMNS = ("step", "loss", "tokens", "seconds", "time")
-# Per-layer statistics, as LayersObserved names them.
+# Per-layer statistics, as events.LayersObserved names them.
 STATISTICS = (
     "gate_share_compressed", "gate_share_selected", "gate_share_window", "gate_entropy", "gate_max_share",
     "gate_collapse", "selected_blocks", "selected_distance", "selected_forced", "selected_overlap",
@@ -102,24 +88,24 @@ def csv_sinks(folder: Path, past: list[Event]) -> list[CsvSink]:
         return lambda event: [tuple(getattr(event, c) for c in columns)] if isinstance(event, kind) else []
 
     return [
-        CsvSink(folder / "training.csv", TRAINING_COLUMNS, fields(StepLogged, TRAINING_COLUMNS), past),
-        CsvSink(folder / "val.csv", VALIDATION_COLUMNS, fields(Validated, VALIDATION_COLUMNS), past),
+        CsvSink(folder / "training.csv", TRAINING_COLUMNS, fields(events.StepLogged, TRAINING_COLUMNS), past),
+        CsvSink(folder / "val.csv", VALIDATION_COLUMNS, fields(events.Validated, VALIDATION_COLUMNS), past),
     ]
 
 
 def slow_sinks(folder: Path, past: list[Event], tensorboard: bool | str, step: int) -> dict[str, Sink]:
     """k_stats.csv, fallback_counters.csv and tb/ of a run folder, by their names in messages."""
-    found: dict[str, Sink] = {
+    sinks: dict[str, Sink] = {
         "the layer table": CsvSink(folder / "k_stats.csv", LAYER_COLUMNS, layer_rows, past),
         "the route table": RouteSink(folder / "fallback_counters.csv", past),
     }
     if tensorboard_wanted(tensorboard):
-        found["TensorBoard"] = TensorBoardSink(folder / "tb", step)
-    return found
+        sinks["TensorBoard"] = TensorBoardSink(folder / "tb", step)
+    return sinks
 
 
 def layer_rows(event: Event) -> Iterator[Row]:
-    if isinstance(event, LayersObserved):
+    if isinstance(event, events.LayersObserved):
         columns = [getattr(event, name) for name in STATISTICS]
         for i, kind in enumerate(event.attention):
             yield (event.step, i, kind, *(column[i] for column in columns))
@@ -134,22 +120,22 @@ class RouteSink:
         self._write(self._before)
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, RoutesCounted):
+        if isinstance(event, events.RoutesCounted):
             self._write(self._before + event.by_route())
 
     def _write(self, calls: Counter[RouteKey]) -> None:
         _rewrite(self._path, [ROUTE_COLUMNS, *((*key, n) for key, n in sorted(calls.items()))])
 
 
-def route_totals(events: Iterable[Event]) -> Counter[RouteKey]:
-    """Forward passes by route over all processes. Each counts from zero, so its last RoutesCounted is its total."""
+def route_totals(stream: Iterable[Event]) -> Counter[RouteKey]:
+    """Forward passes by route over all processes. Each counts from zero, so its last count is its total."""
     total: Counter[RouteKey] = Counter()
     current: Counter[RouteKey] = Counter()
-    for event in events:
-        if isinstance(event, RunStarted):
+    for event in stream:
+        if isinstance(event, events.RunStarted):
             total.update(current)
             current = Counter()
-        elif isinstance(event, RoutesCounted):
+        elif isinstance(event, events.RoutesCounted):
             current = event.by_route()
     total.update(current)
     return total
@@ -174,7 +160,7 @@ class ExchangeSink:
         self._file = AppendedFile(path)
 
     def __call__(self, event: Event) -> None:
-        if not isinstance(event, StepLogged) or event.step <= self._step:
+        if not isinstance(event, events.StepLogged) or event.step <= self._step:
             return
         steps, now = event.step - self._step, dict(self._traffic)
         row = [round((now.get(name, 0) - self._before.get(name, 0)) / steps) for name in EXCHANGE_COLUMNS]
@@ -185,12 +171,12 @@ class ExchangeSink:
 def import_tensorboard() -> Any:
     """torch.utils.tensorboard, or an error that names the missing package."""
     try:
-        import torch.utils.tensorboard as found
+        import torch.utils.tensorboard as module
     except ImportError as error:
         raise TercetError(
             f"log.tensorboard needs tensorboard ({error}): pip install 'tercet[report]', or --log.no_tensorboard"
         ) from None
-    return found
+    return module
 
 
 def tensorboard_wanted(setting: bool | str) -> bool:
@@ -207,10 +193,10 @@ def tensorboard_wanted(setting: bool | str) -> bool:
 def import_wandb() -> Any:
     """wandb, or an error that names the missing package."""
     try:
-        import wandb as found
+        import wandb as module
     except ImportError:
         raise TercetError("log.wandb needs wandb: pip install 'tercet[wandb]', or drop --log.wandb") from None
-    return found
+    return module
 
 
 class TensorBoardSink:
@@ -227,9 +213,9 @@ class TensorBoardSink:
         if self._writer is None:  # a late event of another thread
             return
         try:
-            if isinstance(event, Sampled):
+            if isinstance(event, events.Sampled):
                 self._writer.add_text("sample", f"```\n{event.prompt}{event.text}\n```", event.step, event.time)
-            elif isinstance(event, RunEnded):
+            elif isinstance(event, events.RunEnded):
                 self._writer.close()
                 self._writer = None
             for name, value in scalars(event).items():
@@ -252,22 +238,22 @@ class WandbSink:
     def __call__(self, event: Event) -> None:
         if named := scalars(event):
             self._run.log(named, step=event.step)
-        elif isinstance(event, RunEnded):
+        elif isinstance(event, events.RunEnded):
             self._run.finish(exit_code=0 if event.outcome == "completed" else 1)
 
 
 def scalars(event: Event) -> dict[str, float]:
     """The numbers of an event, by the name they have in TensorBoard and W&B."""
-    if isinstance(event, StepLogged):
+    if isinstance(event, events.StepLogged):
         names = ("loss", "lr", "muon_lr", "grad_norm", "tokens_per_s", "memory_gib", "skipped", "data_seconds", "mfu")
         return {f"train/{n}": getattr(event, n) for n in names if getattr(event, n) is not None}
-    if isinstance(event, Validated):
+    if isinstance(event, events.Validated):
         return {"validation/loss": event.loss}
-    if isinstance(event, LayersObserved):
+    if isinstance(event, events.LayersObserved):
         return _by_layer("layers", event, STATISTICS, range(len(event.attention)))
-    if isinstance(event, SelectorsObserved):
+    if isinstance(event, events.SelectorsObserved):
         return _by_layer("selectors", event, ("kl", "mass", "best", "random"), event.layer)
-    if isinstance(event, ResourcesObserved):
+    if isinstance(event, events.ResourcesObserved):
         values = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
         named = {k: v for k, v in values.items() if k.endswith(("_seconds", "_gib")) and v is not None}
         return {f"resources/{k}": v for k, v in named.items()}
@@ -320,15 +306,15 @@ class BackgroundSink:
                 missed = 0
 
 
-def summarise(events: Iterable[Event]) -> dict[str, Any]:
+def summarise(stream: Iterable[Event]) -> dict[str, Any]:
     """metrics.json: figures of a whole run over all its processes. Works on a crashed or running run too."""
-    events = list(events)
-    steps = [e for e in events if isinstance(e, StepLogged)]
-    validations = [e for e in events if isinstance(e, Validated)]
-    started = [e for e in events if isinstance(e, RunStarted)]
-    ended = [e for e in events if isinstance(e, RunEnded)]
-    end = ended[-1] if ended and events[-1] is ended[-1] else None  # None: it runs, or died
-    checkpoints = [e for e in events if isinstance(e, CheckpointSaved)]
+    past = list(stream)
+    steps = [e for e in past if isinstance(e, events.StepLogged)]
+    validations = [e for e in past if isinstance(e, events.Validated)]
+    started = [e for e in past if isinstance(e, events.RunStarted)]
+    ended = [e for e in past if isinstance(e, events.RunEnded)]
+    end = ended[-1] if ended and past[-1] is ended[-1] else None  # None: it runs, or died
+    checkpoints = [e for e in past if isinstance(e, events.CheckpointSaved)]
     last = steps[-1] if steps else None
     best = min(validations, key=lambda e: e.loss, default=None)
     return {
@@ -348,7 +334,7 @@ def summarise(events: Iterable[Event]) -> dict[str, Any]:
         "mfu": last.mfu if last else None,
         "memory_gib": max(e.memory_gib for e in steps) if steps else None,
         "data_wait_share": data_wait_share(steps),
-        "skipped_steps": sum(len(e.steps) for e in events if isinstance(e, StepsSkipped)),
+        "skipped_steps": sum(len(e.steps) for e in past if isinstance(e, events.StepsSkipped)),
         "processes": len(started),
         "resumes": sum(e.resumed_from is not None for e in started),
         "checkpoints": len(checkpoints),
@@ -370,7 +356,7 @@ def mean_of_last(losses: Sequence[float]) -> tuple[float | None, int]:
     return (statistics.fmean(finite[-window:]) if window else None), window
 
 
-def data_wait_share(steps: list[StepLogged]) -> float | None:
+def data_wait_share(steps: list[events.StepLogged]) -> float | None:
     """Share of the step time spent waiting for data; None without steps."""
     total = sum(e.step_seconds * len(e.losses) for e in steps)
     return sum(e.data_seconds * len(e.losses) for e in steps) / total if total else None
