@@ -13,7 +13,7 @@ from tercet.bench import layer
 def test_both_layers_are_timed_and_a_wrong_one_gets_no_ratio(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: float | None
 ) -> None:
-    monkeypatch.setattr(layer, "_error", lambda *_: error)  # None: the reference ran
+    monkeypatch.setattr(layer, "reference_error", lambda *_: error)  # None: the reference ran
     code = layer.main([80], 80, compile=False, budget=0.0)
     said = capsys.readouterr().out
     last = json.loads(said.splitlines()[-1])

@@ -24,7 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tercet.attention import reference
 from tercet.attention.config import NSAConfig
+from tercet.attention.layout import Span
 from tercet.attention.operator import nsa_attention
 from tercet.bench.timing import device_name, measure, print_profile
 from tercet.doctor.kernels import MIN_EQUAL_BLOCKS, TOLERANCE, compare, relative_error
@@ -132,39 +134,25 @@ def smooth(noise: Tensor, correlation: float) -> Tensor:
 
 
 def check_rows(x: Inputs, config: NSAConfig, out: Tensor, indices: Tensor, rows: Sequence[int]) -> tuple[float, float]:
-    """Compare rows at full length with fp64: (worst relative error, share of selected blocks that agree)."""
-    B, _, H, D = x.q.shape
-    G = x.ks.shape[2]
-    h = H // G
-    l, d, block = config.compress_block, config.compress_stride, config.select_block
+    """Compare rows at full length with the reference in fp64: (worst relative error, share of equal blocks)."""
     worst, same, slots = 0.0, 0, 0
     for t in rows:
-        b = t % B
-        q = x.q[b, t].double().view(G, h, D) * D**-0.5
-        wanted = torch.zeros(G, h, x.vs.shape[-1], dtype=torch.float64, device=q.device)
-        gates = x.gates[b, t].double().view(G, h, 3)
-        seen = config.num_visible(t)
-        blocks = t // block + 1
-        p = torch.einsum("ghd,sgd->ghs", q, x.kc[b, :seen].double()).softmax(-1)
-        wanted += gates[..., :1] * torch.einsum("ghs,sgd->ghd", p, x.vc[b, :seen].double())
-        i = torch.arange(seen, device=q.device)[:, None] * d
-        j = torch.arange(blocks, device=q.device)[None] * block
-        overlap = (torch.minimum(i + l, j + block) - torch.maximum(i, j)).clamp(min=0).double() / l
-        importance = (p @ overlap).sum(1) if seen else torch.zeros(G, blocks, device=q.device, dtype=torch.float64)
-        importance[:, : config.select_initial] = 1e30
-        importance[:, max(0, blocks - config.select_local) :] = 1e30
-        best = importance.sort(dim=-1, descending=True, stable=True).indices[:, : config.select_count]
-        for g in range(G):
-            chosen = [c for c in indices[b, t, g].tolist() if c >= 0]
-            same += len(set(chosen) & set(best[g].tolist()))
-            slots += best.shape[1]
-            tokens = torch.cat([torch.arange(c * block, min((c + 1) * block, t + 1)) for c in chosen]).to(q.device)
-            s = (q[g] @ x.ks[b, tokens, g].double().T).softmax(-1)
-            wanted[g] += gates[g, :, 1:2] * (s @ x.vs[b, tokens, g].double())
-        window = slice(max(0, t - config.window + 1), t + 1)
-        p = torch.einsum("ghd,sgd->ghs", q, x.kw[b, window].double()).softmax(-1)
-        wanted += gates[..., 2:] * torch.einsum("ghs,sgd->ghd", p, x.vw[b, window].double())
-        worst = max(worst, relative_error(out[b, t].view(G, h, -1), wanted))
+        row, span = (slice(t % x.q.shape[0], t % x.q.shape[0] + 1), slice(t, t + 1)), Span(t)
+        seen = (row[0], slice(config.num_compressed(t + 1)))
+        q, gates, chosen = x.q[row].double(), x.gates[row].double(), indices[row]
+        kc, vc = x.kc[seen].double(), x.vc[seen].double()
+        compressed, best, _ = reference.compressed_attention(q, kc, vc, config, span=span)
+        assert best is not None
+        ks, vs, kw, vw = (keys[row[0], : t + 1].double() for keys in (x.ks, x.vs, x.kw, x.vw))
+        outs = {
+            "compressed": compressed,
+            "selected": reference.selected_attention(q, ks, vs, chosen, config, None, span),
+            "window": reference.window_attention(q, kw, vw, config, None, span),
+        }
+        worst = max(worst, relative_error(out[row], reference.combine(gates, outs)))
+        wanted = best >= 0
+        same += int(((best[..., None] == chosen[..., None, :]).any(-1) & wanted).sum())
+        slots += int(wanted.sum())
     return worst, same / slots
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tercet.bench.settings import KINDS, check_kinds
-from tercet.bench.timing import device_name, print_profile
+from tercet.bench.timing import device_name, print_profile, reference_error
 from tercet.config.load import load
 from tercet.errors import UsageError
 from tercet.inference.decoder import CachedDecoder
@@ -103,7 +103,7 @@ def _at(
     sparse = next((x for x in layers if x[0].spec.sparse), None)
     if token.is_cuda and sparse is not None:
         error = step_error(*sparse)  # type: ignore[arg-type]
-        row |= {"error": error, "correct": error <= ERROR_LIMIT}  # False for NaN
+        row |= {"error": error, "correct": error is not None and error <= ERROR_LIMIT}  # False for NaN
     for batch in batches:
         row["batch"] = batch
         try:
@@ -124,22 +124,15 @@ def _at(
         }  # fmt: skip
 
 
-@torch.no_grad()
-def step_error(layer: Attention, cache: Cache) -> float:
+def step_error(layer: Attention, cache: Cache) -> float | None:
     """Relative error of one decode step on the kernels against the reference, with random values in a copy of at most
     two rows of the cache."""
-    mine = copy.copy(cache)
-    mine.take_rows(torch.arange(min(len(cache.lengths), 2), device=cache.lengths.device))
-    for store in mine._stores.values():
+    rows = copy.copy(cache)
+    rows.take_rows(torch.arange(min(len(cache.lengths), 2), device=cache.lengths.device))
+    for store in rows._stores.values():
         store.normal_()
-    theirs = copy.deepcopy(mine)
-    x = torch.randn(len(mine.lengths), 1, layer.dim, device=mine.lengths.device, dtype=torch.bfloat16)
-    layer.backend = "triton"
-    found = layer(x, cache=mine).double()
-    layer.backend = "reference"
-    wanted = layer(x, cache=theirs).double()
-    layer.backend = "auto"
-    return float((found - wanted).norm() / wanted.norm())
+    x = torch.randn(len(rows.lengths), 1, layer.dim, device=rows.lengths.device, dtype=torch.bfloat16)
+    return reference_error(layer, lambda: layer(x, cache=copy.deepcopy(rows)), backend="triton")
 
 
 def _first_token(

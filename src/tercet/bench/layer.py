@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tercet.bench.timing import device_name, milliseconds
+from tercet.bench.timing import device_name, milliseconds, reference_error
 from tercet.errors import UsageError
 from tercet.model.layers import DenseAttention, NativeSparseAttention
 from tercet.telemetry.units import plural
@@ -52,7 +52,8 @@ def _at(length: int, x: Tensor, dtype: torch.dtype, compile: bool, budget: float
     for layer in (sparse, dense):
         layer.init_weights(std=0.02, output_std=0.02)
         layer.to(x.device)
-    error = _error(sparse, x, dtype)
+    with _autocast(x, dtype):
+        error = reference_error(sparse, lambda: sparse(x[:1]))
     correct = None if error is None else error <= _TOLERANCE[dtype]
     nsa_ms, dense_ms = (milliseconds(_step(layer, x, dtype, compile), budget) for layer in (sparse, dense))
     times = None if correct is False else dense_ms / nsa_ms
@@ -67,19 +68,6 @@ def _at(length: int, x: Tensor, dtype: torch.dtype, compile: bool, budget: float
 
 def _autocast(x: Tensor, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
     return torch.autocast(x.device.type, dtype=dtype) if dtype != torch.float32 else contextlib.nullcontext()
-
-
-@torch.no_grad()
-def _error(layer: NativeSparseAttention, x: Tensor, dtype: torch.dtype) -> float | None:
-    """Relative error of one row of the batch against the reference, both in this dtype; None if the reference ran."""
-    with _autocast(x, dtype):
-        found = layer(x[:1]).double()
-        if "reference" in layer.routes.values():
-            return None
-        layer.backend = "reference"
-        wanted = layer(x[:1]).double()
-    layer.backend = "auto"
-    return float((found - wanted).norm() / wanted.norm())
 
 
 def _step(layer: nn.Module, x: Tensor, dtype: torch.dtype, compile: bool) -> Callable[[], None]:

@@ -1,20 +1,17 @@
-"""`tercet sweep --lrs …`: short runs that differ in the learning rate only, their losses, and a plot. No torch."""
+"""`tercet sweep --lrs …`: short runs that differ in the learning rate only, and their losses. No torch."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tercet.bench.cells import Ended
 from tercet.errors import UsageError
-from tercet.inference.plots import save_svg, svg_figure
 from tercet.telemetry.events import Event, StepLogged, Validated
-from tercet.telemetry.sinks import mean_of_last, smoothing_window
+from tercet.telemetry.sinks import mean_of_last
 
 if TYPE_CHECKING:
     from tercet.config.schema import RunConfig
@@ -99,46 +96,3 @@ def render(cells: Sequence[LRCell]) -> list[str]:
     elif len(cells) > 1 and found is cells[-1]:
         advice += f", or try larger learning rates: the best is the largest one, add --lrs {found.lr * 3:.2g}"
     return [*lines, "", advice, "Longer runs usually need a slightly smaller learning rate."]
-
-
-def plot(cells: Sequence[LRCell], path: Path) -> bool:
-    """Final loss by learning rate, and the smoothed loss of each run; False without matplotlib or results."""
-    found = best(cells)
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    if found is None:
-        return False
-    figure, (final, curves) = svg_figure(5.4, 6.4, rows=2)  # one above the other, for narrow screens
-    colours = matplotlib.colormaps["viridis"]
-    worked = [(cell.lr, cell.loss) for cell in cells if cell.loss is not None]
-    final.plot([lr for lr, _ in worked], [loss for _, loss in worked], color="0.6", linewidth=1, zorder=1)
-    smooth = [smoothed(cell.losses) for cell in cells]
-    for i, (cell, line) in enumerate(zip(cells, smooth, strict=True)):
-        colour = colours(0.9 * i / max(1, len(cells) - 1))
-        curves.plot(range(1, len(line) + 1), line, color=colour, linewidth=1.2, label=f"{cell.lr:g}")
-        if cell.loss is not None:
-            final.plot(cell.lr, cell.loss, "o", color=colour)
-            continue
-        final.axvline(cell.lr, color="#b03030", linewidth=1, linestyle=":")
-        final.text(cell.lr, 0.97, cell.outcome[:24], rotation=90, va="top", ha="right", fontsize=7, color="#b03030",
-                   transform=final.get_xaxis_transform())  # fmt: skip
-    lowest = min(min(line) for cell, line in zip(cells, smooth, strict=True) if cell.loss is not None)
-    highest = max(line[0] for line in smooth if line)
-    curves.set_ylim(lowest - 0.05 * (highest - lowest), highest * 1.05)
-    kind = "validation loss" if found.validated else "training loss, smoothed"
-    final.set(xscale="log", xlabel="learning rate", ylabel=f"{kind} (nats per token)")
-    curves.set(xlabel="step", ylabel="training loss, smoothed")
-    curves.legend(title="learning rate", fontsize=8, frameon=False)
-    for axis in (final, curves):
-        axis.grid(alpha=0.3)
-    save_svg(figure, path)
-    return True
-
-
-def smoothed(losses: Sequence[float]) -> list[float]:
-    """Mean of the last losses up to each step, until the first one that is not finite."""
-    finite = list(itertools.takewhile(math.isfinite, losses))
-    window = smoothing_window(len(finite))
-    return [sum(part) / len(part) for i in range(len(finite)) if (part := finite[max(0, i + 1 - window) : i + 1])]

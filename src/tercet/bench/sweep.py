@@ -104,7 +104,7 @@ def sweep(
         lrs: Learning rates to compare, at one length and batch size.
         steps: Optimizer steps per cell, of which the first is warm-up; default: 6, or 100 with --lrs.
         seconds: Time limit per cell, start-up included.
-        out: Folder for sweep.jsonl, sweep.md and a plot of learning rates; must not hold those of an earlier sweep.
+        out: Folder for sweep.jsonl and sweep.md; must not hold those of an earlier sweep.
         device: auto, cpu or cuda.
     """
     steps = steps if steps is not None else learning_rates.DEFAULT_STEPS if lrs else 6
@@ -157,8 +157,6 @@ def sweep(
     table = table_of(cells)
     (folder / "sweep.md").write_text("\n".join(table) + "\n", encoding="utf-8")
     print("\n" + "\n".join(table))
-    if rates and learning_rates.plot(cells, folder / "learning-rates.svg"):
-        print(f"plot: {folder / 'learning-rates.svg'}")
     winner = best(cells)
     record = winner and {key: value for key, value in asdict(winner).items() if key != "losses"}
     print(json.dumps({"cells": len(cells), "ok": sum(cell.outcome == "ok" for cell in cells), "best": record}))
