@@ -329,7 +329,7 @@ def test_options_of_a_dense_import_are_refused_for_an_export(tmp_path):
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' cannot be imported"),
         ({"num_hidden_layers": 4}, "lacks model.layers.3.input_layernorm.weight"),
         ({"num_hidden_layers": 2}, "unexpected weights"),
-        ({"intermediate_size": 64}, "config.json requires [32, 64]"),
+        ({"intermediate_size": 64}, "config.json requires [64, 32]"),
         ({"num_key_value_heads": 3}, "kv_heads=3"),
         ({"hidden_size": None}, "config.json has a value of the wrong type"),
         ({"rope_parameters": 5}, "config.json has a value of the wrong type"),

@@ -1,23 +1,14 @@
-"""Map dense checkpoints of the Llama and Qwen families to Tercet models.
+"""Map dense checkpoints of the Llama and Qwen families to Tercet models, and back.
 
-embed_tokens, norm, lm_head           embedding, norm, head
-input_layernorm                       attention_norm
-post_attention_layernorm              ffn_norm
-mlp.gate_proj, mlp.up_proj            ffn.gate_up, concatenated
-mlp.down_proj                         ffn.down
-self_attn.q_proj, o_proj              attention.q_proj, o_proj
-self_attn.k_proj, v_proj              attention.kv_proj: k and v once for dense, once per branch for NSA; with
-                                      compress_selected_keys, no k for the compressed branch
-self_attn.q_norm, k_norm (Qwen3)      attention.q_norm, k_norms of all branches
-(none)                                gate: zero weights, biases that open one branch and close the others
-(none)                                φ: newly initialized, which is the mean of a block
-
-A block-sparse layer has a dense layer's weights. Learned selectors are newly initialized.
+`BLOCK` and `OUTSIDE` name the weights. A layer with several branches has k and v once per branch; with
+compress_selected_keys, no k for the compressed branch. What a dense model lacks is newly initialized: gates open one
+branch and close the others, φ is the mean of a block, and learned selectors are random.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import groupby
 from typing import Any, Literal
@@ -34,6 +25,19 @@ from tercet.model.transformer import Block, Transformer
 from tercet.parse import describe
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Weights of a block, and those of the family whose rows they join, in this order.
+BLOCK = {
+    "attention_norm": ("input_layernorm",),
+    "ffn_norm": ("post_attention_layernorm",),
+    "ffn.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "ffn.down": ("mlp.down_proj",),
+    "attention.q_proj": ("self_attn.q_proj",),
+    "attention.kv_proj": ("self_attn.k_proj", "self_attn.v_proj"),
+    "attention.o_proj": ("self_attn.o_proj",),
+    "attention.q_norm": ("self_attn.q_norm",),
+    "attention.k_norm": ("self_attn.k_norm",),
+}
+OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 # Weights of learned selectors, next to those of the family. Names and shapes are a Transformer's.
 SELECTOR_WEIGHTS = "tercet_selector.safetensors"
 Cover = Literal["selected", "window"]
@@ -149,10 +153,31 @@ def _check_windows(config: ModelConfig, windows: Sequence[int | None]) -> None:
             )
 
 
+def family_names(name: str) -> list[str]:
+    """The weights of the family whose rows one of a Transformer's joins; none if a dense model has no such weights."""
+    part, _, kind = name.rpartition(".")
+    if part in OUTSIDE:
+        return [f"{OUTSIDE[part]}.{kind}"]
+    _, layer, part = re.sub(r"k_norms\.\d+$", "k_norm", part).split(".", 2)
+    return [f"model.layers.{layer}.{theirs}.{kind}" for theirs in BLOCK.get(part, ())]
+
+
+def dense_tensors(
+    weights: Mapping[str, Tensor], names: Iterable[str], *, output_bias: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of the family, from those of a Transformer without gates and branches."""
+    for name in names:
+        theirs = family_names(name)
+        if theirs and (output_bias or not name.endswith("o_proj.bias")):
+            yield from zip(theirs, weights[name].chunk(len(theirs)), strict=True)
+
+
 def check_weights(config: ModelConfig, family: str, shapes: Mapping[str, Sequence[int]]) -> None:
     """Raise for missing or surplus weights and for wrong shapes, before anything large is allocated."""
+    # Llama has biases of the output projections, Qwen2 does not
     output_bias = family != "qwen2" and "model.layers.0.self_attn.o_proj.bias" in shapes
-    expected = _expected_shapes(config, output_bias=output_bias)
+    dense = _empty_state(config.model_copy(update={"attention": "dense"}))
+    expected = {name: tensor.shape for name, tensor in dense_tensors(dense, dense, output_bias=output_bias)}
     for name, shape in expected.items():
         if name not in shapes:
             raise ForeignModelError(f"the checkpoint lacks {name}: it is incomplete, or from another model family")
@@ -164,11 +189,14 @@ def check_weights(config: ModelConfig, family: str, shapes: Mapping[str, Sequenc
         raise ForeignModelError(f"{len(surplus)} unexpected weights, such as {surplus[0]}: is it another model family?")
 
 
-def selector_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights of learned selectors."""
+def _empty_state(config: ModelConfig) -> dict[str, Tensor]:
     with torch.device("meta"):
-        state = Transformer(config).state_dict()
-    return {name: tuple(tensor.shape) for name, tensor in state.items() if ".selector." in name}
+        return Transformer(config).state_dict()
+
+
+def selector_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Names and shapes of the weights of learned selectors."""
+    return {name: tensor.shape for name, tensor in _empty_state(config).items() if ".selector." in name}
 
 
 def check_selectors(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -183,30 +211,6 @@ def check_selectors(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) ->
         if name not in shapes:
             raise ForeignModelError(f"{SELECTOR_WEIGHTS} lacks {name}: it is incomplete, or of another model")
         _check_shape(name, shapes[name], shape)
-
-
-def _expected_shapes(config: ModelConfig, *, output_bias: bool) -> dict[str, tuple[int, ...]]:
-    dim, ffn = config.dim, config.ffn_dim
-    rows = {"q": config.heads * config.head_dim, "k": config.kv_heads * config.head_dim}
-    rows["v"] = rows["k"]
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, dim)}
-    for i in range(config.layers):
-        prefix = f"model.layers.{i}."
-        found |= {f"{prefix}{norm}.weight": (dim,) for norm in ("input_layernorm", "post_attention_layernorm")}
-        found[f"{prefix}mlp.down_proj.weight"] = (dim, ffn)
-        found |= {f"{prefix}mlp.{name}_proj.weight": (ffn, dim) for name in ("gate", "up")}
-        found |= {f"{prefix}self_attn.{name}_proj.weight": (count, dim) for name, count in rows.items()}
-        found[f"{prefix}self_attn.o_proj.weight"] = (dim, rows["q"])
-        if config.attention_bias:
-            found |= {f"{prefix}self_attn.{name}_proj.bias": (count,) for name, count in rows.items()}
-            if output_bias:  # Llama has them, Qwen2 does not
-                found[f"{prefix}self_attn.o_proj.bias"] = (dim,)
-        if config.qk_norm:
-            found |= {f"{prefix}self_attn.{name}_norm.weight": (config.head_dim,) for name in ("q", "k")}
-    found["model.norm.weight"] = (dim,)
-    if not config.tie_embeddings:
-        found["lm_head.weight"] = (config.vocab_size, dim)
-    return found
 
 
 def same_embeddings(weights: Mapping[str, Tensor]) -> bool:
@@ -238,14 +242,26 @@ def convert(
         with torch.no_grad():
             block = Block(config, kind)
             block.init_weights(config.init_std, config.init_std / (2 * config.layers) ** 0.5)
-            _load_block(block, weights, f"model.layers.{i}.")
+            state = {f"blocks.{i}.{name}": tensor for name, tensor in block.state_dict().items()}
+            for name, tensor in state.items():
+                if theirs := family_names(name):
+                    _join(tensor, weights, theirs)
             if block.attention.gate is not None:
                 open_gate(block.attention, cover, gate_logit)
-        state = {f"blocks.{i}.{name}": tensor for name, tensor in block.state_dict().items()}
         yield from ((name, selectors.get(name, tensor)) for name, tensor in state.items())
     yield "norm.weight", weights["model.norm.weight"]
     if not config.tie_embeddings:
         yield "head.weight", weights["lm_head.weight"]
+
+
+def _join(tensor: Tensor, weights: Mapping[str, Tensor], names: Sequence[str]) -> None:
+    """Fill a weight with the family's, once per branch; the first branch may have no keys, which come first."""
+    if names[0] not in weights:  # biases of the output projections that a family does not have
+        tensor.zero_()
+        return
+    joined = torch.cat([weights[name] for name in names])
+    copies = -(-len(tensor) // len(joined))
+    tensor.copy_(torch.cat([joined] * copies)[-len(tensor) :])
 
 
 def dense_twin(config: ModelConfig, windows: Sequence[int | None], weights: Mapping[str, Tensor]) -> Transformer:
@@ -260,34 +276,6 @@ def dense_twin(config: ModelConfig, windows: Sequence[int | None], weights: Mapp
         state[name] = weights[stored][-len(expected) :]
     model.load_state_dict(state, assign=True)
     return model.eval()
-
-
-def _load_block(block: Block, weights: Mapping[str, Tensor], prefix: str) -> None:
-    attention, self_attn = block.attention, f"{prefix}self_attn."
-    block.attention_norm.weight.copy_(weights[f"{prefix}input_layernorm.weight"])
-    block.ffn_norm.weight.copy_(weights[f"{prefix}post_attention_layernorm.weight"])
-    block.ffn.down.weight.copy_(weights[f"{prefix}mlp.down_proj.weight"])
-    block.ffn.gate_up.weight.copy_(torch.cat([weights[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]))
-    attention.q_proj.weight.copy_(weights[f"{self_attn}q_proj.weight"])
-    attention.o_proj.weight.copy_(weights[f"{self_attn}o_proj.weight"])
-    size = attention.kv_proj.out_features
-    copies = -(-size // (2 * attention.kv_heads * attention.head_dim))
-    # One copy per branch; the first may have no keys, which come before its values.
-    kv = torch.cat([weights[f"{self_attn}{name}_proj.weight"] for name in ("k", "v")])
-    attention.kv_proj.weight.copy_(kv.repeat(copies, 1)[-size:])
-    if attention.q_proj.bias is not None:
-        attention.q_proj.bias.copy_(weights[f"{self_attn}q_proj.bias"])
-        bias = torch.cat([weights[f"{self_attn}{name}_proj.bias"] for name in ("k", "v")])
-        attention.kv_proj.bias.copy_(bias.repeat(copies)[-size:])
-        if f"{self_attn}o_proj.bias" in weights:
-            attention.o_proj.bias.copy_(weights[f"{self_attn}o_proj.bias"])
-        else:
-            attention.o_proj.bias.zero_()
-    if attention.q_norm is not None:
-        attention.q_norm.weight.copy_(weights[f"{self_attn}q_norm.weight"])
-        k_norm = weights[f"{self_attn}k_norm.weight"]
-        for norm in attention.key_norms:
-            norm.weight.copy_(k_norm)
 
 
 @torch.no_grad()

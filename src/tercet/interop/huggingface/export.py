@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -26,14 +26,13 @@ from tercet.data.tokenizers import GENERATION, SOURCE_CONFIG, TOKENIZER, ByteTok
 from tercet.errors import UsageError
 from tercet.inference.arguments import CONFIG as OUR_CONFIG
 from tercet.inference.load import Dtype, LanguageModel, load_model, open_model
-from tercet.interop.huggingface.dense_weights import SELECTOR_WEIGHTS, selector_shapes
+from tercet.interop.huggingface.dense_weights import SELECTOR_WEIGHTS, dense_tensors, selector_shapes
 from tercet.interop.huggingface.folder import CONFIG, INDEX, WEIGHTS, atomic_folder, check_folder, write_tensors
 from tercet.interop.huggingface.import_hf import batch_settings
 from tercet.interop.huggingface.model import TercetConfig, TercetForCausalLM
 from tercet.interop.huggingface.rope import rope_parameters
 from tercet.interop.huggingface.tokenizer import generation_settings, save_tokenizer, saved_settings, special_ids
 from tercet.interop.options import ARCHITECTURES, check_empty, check_family
-from tercet.model.config import ModelConfig
 
 SHARD_BYTES = 4 << 30
 
@@ -106,11 +105,12 @@ def export_dense(
     model, weights = open_model(run, verify=verify)
     check_family(model.config, family)
     _check_output_bias(weights, family)
-    stored_as = getattr(torch, dtype)
+    stored_as, output_bias = getattr(torch, dtype), family != "qwen2"
     with atomic_folder(out) as folder:
         (folder / CONFIG).write_text(json.dumps(hf_config(model, family, dtype), indent=2) + "\n", encoding="utf-8")
-        shards = plan_shards(dense_tensors(model.state_dict(), model.config, family), stored_as, shard_bytes)
-        contents = dense_tensors(weights, model.config, family)
+        state = model.state_dict()
+        shards = plan_shards(dense_tensors(state, state, output_bias=output_bias), stored_as, shard_bytes)
+        contents = dense_tensors(weights, state, output_bias=output_bias)
         for file, shapes in shards.items():
             write_tensors(folder / file, shapes, islice(contents, len(shapes)), stored_as)
         if len(shards) > 1:
@@ -156,33 +156,6 @@ def hf_config(model: LanguageModel, family: str, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "tercet": config.model_dump(mode="json"),
     }
-
-
-def dense_tensors(weights: Mapping[str, Tensor], config: ModelConfig, family: str) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the family, from those of a Transformer: the inverse of the table in dense_weights.py."""
-    rows = config.kv_heads * config.head_dim
-    yield "model.embed_tokens.weight", weights["embedding.weight"]
-    for i in range(config.layers):
-        ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
-        yield f"{theirs}input_layernorm.weight", weights[f"{ours}attention_norm.weight"]
-        yield f"{theirs}post_attention_layernorm.weight", weights[f"{ours}ffn_norm.weight"]
-        for kind in ("weight", "bias") if config.attention_bias else ("weight",):
-            yield f"{theirs}self_attn.q_proj.{kind}", weights[f"{ours}attention.q_proj.{kind}"]
-            k, v = weights[f"{ours}attention.kv_proj.{kind}"].split(rows)
-            yield f"{theirs}self_attn.k_proj.{kind}", k
-            yield f"{theirs}self_attn.v_proj.{kind}", v
-            if kind == "weight" or family != "qwen2":
-                yield f"{theirs}self_attn.o_proj.{kind}", weights[f"{ours}attention.o_proj.{kind}"]
-        if config.qk_norm:
-            for norm in ("q_norm", "k_norm"):
-                yield f"{theirs}self_attn.{norm}.weight", weights[f"{ours}attention.{norm}.weight"]
-        gate, up = weights[f"{ours}ffn.gate_up.weight"].split(config.ffn_dim)
-        yield f"{theirs}mlp.gate_proj.weight", gate
-        yield f"{theirs}mlp.up_proj.weight", up
-        yield f"{theirs}mlp.down_proj.weight", weights[f"{ours}ffn.down.weight"]
-    yield "model.norm.weight", weights["norm.weight"]
-    if not config.tie_embeddings:
-        yield "lm_head.weight", weights["head.weight"]
 
 
 def plan_shards(
