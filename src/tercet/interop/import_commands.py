@@ -10,7 +10,7 @@ from typing import Any, Literal
 from tercet import hints
 from tercet.attention.config import NSAConfig
 from tercet.errors import UsageError
-from tercet.interop.options import attention_options, check_empty, check_used
+from tercet.interop.options import ImportOptions, attention_options, check_empty, check_used
 
 
 def hf(
@@ -58,16 +58,9 @@ def hf(
     check_empty(out)
     if attention is not None:
         selector = attention_options(attention, dense_below, selector).get("selector", selector)
-    options: dict[str, Any] = {
-        "nsa": nsa,
-        "attention": attention,
-        "compression": compression,
-        "compress_selected_keys": compress_selected_keys,
-        "cover": cover,
-        "gate_logit": gate_logit,
-        "dense_below": dense_below,
-        "selector": selector,
-    }
+    options = ImportOptions(
+        nsa, attention, compression, compress_selected_keys, cover, gate_logit, dense_below, selector
+    )
     if attention is not None:
         check_used(attention, options)
     if seq_len is not None and seq_len < 2:
@@ -79,7 +72,7 @@ def hf(
         )
     from tercet.interop.huggingface.import_hf import batch_settings, import_model
 
-    imported = import_model(source, out, **options, seq_len=seq_len, seed=seed, check=check)
+    imported = import_model(source, out, **vars(options), seq_len=seq_len, seed=seed, check=check)
     if imported.restored:
         print("restored the settings that the model was exported with")
     for note in imported.notes:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,17 +12,27 @@ from tercet.errors import UsageError
 from tercet.model.config import AttentionKind, ModelConfig
 
 BLOCK_SPARSE, TWO_BRANCH = "block-sparse", "two-branch"
-# Options of a dense import. An export of Tercet already has its own values for them.
-DEFAULT_OPTIONS: dict[str, Any] = {
-    "nsa": NSAConfig(),
-    "attention": None,
-    "compression": "mlp",
-    "compress_selected_keys": False,
-    "cover": "selected",
-    "gate_logit": 8.0,
-    "dense_below": 0,
-    "selector": None,
-}
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """Options of a dense import. An export of Tercet already has its own values for them."""
+
+    nsa: NSAConfig = NSAConfig()  # noqa: RUF009  (frozen)
+    attention: str | None = None
+    compression: str = "mlp"
+    compress_selected_keys: bool = False
+    cover: str = "selected"
+    gate_logit: float = 8.0
+    dense_below: int = 0
+    selector: str | None = None
+
+    def changed(self) -> list[str]:
+        """Names of the options that differ from their defaults."""
+        defaults = vars(ImportOptions())
+        return [name for name, value in vars(self).items() if value != defaults[name]]
+
+
 # Model classes of transformers by --format.
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -64,14 +73,14 @@ def attention_options(attention: str, dense_below: int, selector: str | None) ->
     return {"attention": attention.replace(sparse[0], "nsa") if sparse else attention, **options}
 
 
-def check_used(attention: str, given: Mapping[str, Any]) -> None:
+def check_used(attention: str, given: ImportOptions) -> None:
     """Raise for options that the layers of an `--attention` value do not have."""
     kinds = set(_kinds(attention))
     unused = [] if "nsa" in kinds else ["compression", "compress_selected_keys"]
     unused += [] if kinds & {"nsa", TWO_BRANCH} else ["cover", "gate_logit"]
-    names = [f"--{name}" for name in unused if given[name] != DEFAULT_OPTIONS[name]]
+    names = [f"--{name}" for name in given.changed() if name in unused]
     if kinds == {"dense"}:
-        default, own = asdict(DEFAULT_OPTIONS["nsa"]), asdict(given["nsa"])
+        default, own = asdict(ImportOptions().nsa), asdict(given.nsa)
         names += [f"--nsa.{name}" for name in own if own[name] != default[name]]
     if names:
         raise UsageError(f"{names[0]} has no effect with --attention {attention}: drop it")

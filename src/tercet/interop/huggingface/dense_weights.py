@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ BLOCK = {
 OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 # Weights of learned selectors, next to those of the family. Names and shapes are a Transformer's.
 SELECTOR_WEIGHTS = "tercet_selector.safetensors"
-Cover = Literal["selected", "window"]
 
 
 def read_config(content: Mapping[str, Any]) -> PretrainedConfig:
@@ -61,7 +60,7 @@ def read_config(content: Mapping[str, Any]) -> PretrainedConfig:
         ) from None
 
 
-def exact_length(config: ModelConfig, windows: Sequence[int | None], cover: Cover) -> int | None:
+def exact_length(config: ModelConfig, windows: Sequence[int | None], cover: str) -> int | None:
     """Tokens up to which every layer sees what it saw before, so that the import equals the original; None: always.
     windows: those of the original."""
     nsa = config.nsa
@@ -232,7 +231,7 @@ def convert(
     weights: Mapping[str, Tensor],
     selectors: Mapping[str, Tensor],
     *,
-    cover: Cover,
+    cover: str,
     gate_logit: float,
 ) -> Iterator[tuple[str, Tensor]]:
     """The state of a Transformer, in its order, from a checkpoint that `check_weights` accepted. Holds one block at a
@@ -279,7 +278,7 @@ def dense_twin(config: ModelConfig, windows: Sequence[int | None], weights: Mapp
 
 
 @torch.no_grad()
-def open_gate(layer: Attention, cover: Cover, logit: float) -> None:
+def open_gate(layer: Attention, cover: str, logit: float) -> None:
     """Make the gates constant: the covering branch at +logit, the others at -logit."""
     assert layer.gate is not None
     layer.gate.proj.weight.zero_()

@@ -94,6 +94,9 @@ class LazyWeights(Mapping[str, Tensor]):
             raise FolderError(f"{self._files[name]}: {name} has NaN or infinite weights: copy or train the model again")
         return tensor
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._files  # without reading the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 

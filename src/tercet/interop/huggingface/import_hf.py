@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
-from tercet.attention.config import NSAConfig
 from tercet.config.keys import flatten_table
 from tercet.config.load import load as load_config
 from tercet.config.load import to_toml
@@ -39,7 +38,7 @@ from tercet.interop.huggingface.folder import (
     write_tensors,
 )
 from tercet.interop.huggingface.tokenizer import BYTE_EOS
-from tercet.interop.options import BLOCK_SPARSE, DEFAULT_OPTIONS, attention_options, check_empty
+from tercet.interop.options import BLOCK_SPARSE, ImportOptions, attention_options, check_empty
 from tercet.model.config import ModelConfig
 from tercet.model.transformer import Transformer
 from tercet.parse import WRONG_VALUE, describe, first_problem, one_line_errors
@@ -66,21 +65,14 @@ def import_model(
     source: str | Path,
     out: str | Path,
     *,
-    nsa: NSAConfig | None = None,
-    attention: str | None = None,
-    compression: Literal["mlp", "mean"] = "mlp",
-    compress_selected_keys: bool = False,
-    cover: dense_weights.Cover = "selected",
-    gate_logit: float = 8.0,
-    dense_below: int = 0,
-    selector: Literal["compressed", "learned"] | None = None,
     seq_len: int | None = None,
     seed: int = 1337,
     check: bool = True,
+    **options: Any,
 ) -> Imported:
     """Import a dense model of one of dense_weights.FAMILIES, or a Tercet export, and write it to `out`.
 
-    attention: None for nsa or, if config.json has settings of Tercet, for those.
+    options: ImportOptions. attention is None for nsa or, if config.json has settings of Tercet, for those.
     check: compare a dense model's logits with those of transformers, and fail if they differ.
     """
     source, out = Path(source), Path(out)
@@ -90,17 +82,12 @@ def import_model(
     check_folder(source)
     hf_config = read_json(source / CONFIG)
     exact_length, theirs, notes = None, None, list[str]()
-    options: dict[str, Any] = {
-        "nsa": nsa or NSAConfig(),
-        "attention": attention,
-        "compression": compression,
-        "compress_selected_keys": compress_selected_keys,
-    }
+    chosen = ImportOptions(**options)
+    attention = chosen.attention
     ours = hf_config.get("model_type") == "tercet"
     restored = ours or (bool(hf_config.get("tercet")) and attention is None)
     if restored:
-        start = {"cover": cover, "gate_logit": gate_logit, "dense_below": dense_below, "selector": selector}
-        _check_no_options(source, options | start, ours)
+        _check_no_options(source, chosen, ours)
     if ours:
         model = _load_export(source, hf_config)
         config, weights = model.config, iter(model.state_dict().items())
@@ -109,9 +96,10 @@ def import_model(
             theirs = dense_weights.read_config(hf_config)
         hf_config = theirs.to_dict()
         if restored:
-            options = dense_weights.saved_options(_saved_config(source, hf_config))
+            settings = dense_weights.saved_options(_saved_config(source, hf_config))
         else:
-            options |= attention_options(attention or "nsa", dense_below, selector)
+            settings = {name: getattr(chosen, name) for name in ("nsa", "compression", "compress_selected_keys")}
+            settings |= attention_options(attention or "nsa", chosen.dense_below, chosen.selector)
         stored = LazyWeights(weight_files(source))
         if hf_config["tie_word_embeddings"] and not dense_weights.same_embeddings(stored):
             hf_config["tie_word_embeddings"] = False
@@ -119,13 +107,13 @@ def import_model(
                 "lm_head.weight differs from the embedding, although config.json says tie_word_embeddings=true: both "
                 "were imported, as transformers does"
             )
-        config = _dense_model_config(hf_config, options, attention)
+        config = _dense_model_config(hf_config, settings, attention)
         dense_weights.check_weights(config, theirs.model_type, stored.shapes)
         selectors = _saved_selectors(source, config) if restored else {}
         torch.manual_seed(seed)  # for φ or a selector, which the checkpoint does not have
-        weights = dense_weights.convert(config, stored, selectors, cover=cover, gate_logit=gate_logit)
+        weights = dense_weights.convert(config, stored, selectors, cover=chosen.cover, gate_logit=chosen.gate_logit)
         windows = dense_weights.sliding_windows(hf_config)
-        exact_length = dense_weights.exact_length(config, windows, cover)
+        exact_length = dense_weights.exact_length(config, windows, chosen.cover)
     with _wrong_values(source / CONFIG):
         context = int(hf_config.get("max_position_embeddings") or MAX_DEFAULT_SEQ_LEN)
     run = _run_config(source, out, config, seq_len or min(context, MAX_DEFAULT_SEQ_LEN), seed)
@@ -148,9 +136,9 @@ def batch_settings(seq_len: int) -> dict[str, int]:
     }
 
 
-def _check_no_options(source: Path, options: Mapping[str, Any], ours: bool) -> None:
+def _check_no_options(source: Path, options: ImportOptions, ours: bool) -> None:
     """Refuse options for an export, which has its own. ours: its weights are not those of a dense model."""
-    if unused := [name for name, value in options.items() if value != DEFAULT_OPTIONS[name]]:
+    if unused := options.changed():
         fix = "" if ours else ", or pass --attention to convert its dense weights again"
         raise UsageError(f"{source} is a Tercet export, whose options are fixed: leave out {', '.join(unused)}{fix}")
 
