@@ -36,7 +36,7 @@ from tercet.inference.perplexity import (
     token_losses,
     within_documents,
 )
-from tercet.inference.plots import needle_map, perplexity_plot, recall_plot
+from tercet.inference.plots import context_plot, needle_map, recall_plot
 from tercet.inference.recall import recall_by_distance, window_reach
 from tercet.inference.selection_map import record_selections, selection_page
 from tercet.model.config import ModelConfig
@@ -526,7 +526,7 @@ def test_pictures_are_drawn(tmp_path):
     model = language_model(**RECALL)
     found = list(find_needles(Knowing(model, 50), lengths=(32, 128), depths=(0.0, 1.0), trials=1))
     needle_map(found, tmp_path / "needle.svg")
-    perplexity_plot({"a": by_position(model, held_out(model, sequences=1))}, tmp_path / "p.svg")
+    context_plot({"a": [(8, 5.0), (16, 4.5)]}, tmp_path / "p.svg")
     recall_plot({"a": [(8, 1.0), (16, 0.5)]}, tmp_path / "c.svg", window_reach=14)
     for name in ("needle", "p", "c"):
         assert "<svg" in (tmp_path / f"{name}.svg").read_text()

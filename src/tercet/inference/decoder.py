@@ -5,7 +5,7 @@ tokens: int64 [B, T]; logits: [B, V]. Inference only; no autograd.
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -16,18 +16,21 @@ from tercet.model.transformer import Transformer
 PREFILL_CHUNK = 8192
 
 
-class Decoder(Protocol):
+class Decoder(ABC):
     """Decodes a batch of sequences of different lengths."""
 
-    asynchronous: bool
+    asynchronous = False
     """Steps never synchronize with the host, so the next one can be launched before this one's token has arrived."""
 
     def prepare(self) -> None:
         """One-time setup before the first step, e.g. CUDA graph capture."""
+        return
 
+    @abstractmethod
     def prefill(self, prompts: list[list[int]]) -> Tensor:
         """Read the prompts; returns the logits after each prompt's last token."""
 
+    @abstractmethod
     def step(self, tokens: Tensor, active: Tensor) -> Tensor:
         """Read one more token of each active row; returns the logits after it, valid until the next step.
 
@@ -36,9 +39,10 @@ class Decoder(Protocol):
 
     def keys_read(self) -> int | None:
         """Keys read in the last step, over all rows, KV heads and layers; None if not counted."""
+        return None
 
 
-class CachedDecoder:
+class CachedDecoder(Decoder):
     """Decodes with a KV cache. Prompts are read in chunks, which bounds the memory for activations.
 
     graph   capture the step as a CUDA graph if all layers decode on the kernels; `graph_reason` says why not
@@ -156,17 +160,12 @@ class CachedDecoder:
             cache.host_lengths = host
 
 
-class UncachedDecoder:
+class UncachedDecoder(Decoder):
     """Recomputes the whole sequence for every token. Slow; the baseline that cached decoding is checked against."""
-
-    asynchronous = False
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
         self._rows: list[list[int]] = []
-
-    def prepare(self) -> None:
-        pass
 
     def prefill(self, prompts: list[list[int]]) -> Tensor:
         self._rows = [list(prompt) for prompt in prompts]
@@ -177,9 +176,6 @@ class UncachedDecoder:
             if more:
                 row.append(token)
         return self._logits()
-
-    def keys_read(self) -> int | None:
-        return None
 
     def _logits(self) -> Tensor:
         # Row by row, so that neither batching nor padding can have an effect.

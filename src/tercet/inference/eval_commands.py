@@ -6,7 +6,8 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -68,7 +69,7 @@ def perplexity(
     from tercet.inference.perplexity import by_position, held_out, overall, target_bytes
 
     model = _load(run, device, dtype, data_of, own)
-    record = _record("perplexity", run, model, "--seq-len", [] if seq_len is None else [seq_len], data_of)
+    record = _record("perplexity", run, model, "--seq-len", [seq_len or 0], data_of)
     if sequences is None and own is None:
         sequences = 32
     sizes, progress = [], Progress((sequences or 0) * (seq_len or model.context))
@@ -87,17 +88,12 @@ def perplexity(
     print(f"{'all':>15}  {total.tokens:>10,}  {total.loss:>8.4f}  {total.perplexity:>10.3f}")
     bits = total.nats / math.log(2) / max(1, sum(sizes))
     print(f"{bits:.4f} bits per byte over {sum(sizes):,} bytes of text, comparable between tokenizers")
-    if plot is not None:
-        plots.perplexity_plot({model.run.run.name: buckets}, plot)
-        print(plot)
     record |= {
-        "data": None if own is None else [own.source, *own.path],
-        "bits_per_byte": bits,
-        "bytes": sum(sizes),
-        "all": total.as_dict(),
-    }
-    print(json.dumps({**record, "by_position": [b.as_dict() for b in buckets]}))
-    return 0
+        "data": None if own is None else [own.source, *own.path], "bits_per_byte": bits, "bytes": sum(sizes),
+        "all": total.as_dict(), "by_position": [b.as_dict() for b in buckets],
+    }  # fmt: skip
+    curve = {model.run.run.name: [(b.last + 1, b.loss) for b in buckets]}
+    return _finish(record, plot, partial(plots.context_plot, curve))
 
 
 def context(
@@ -141,12 +137,10 @@ def context(
         gain, error = each.gain(found[0])
         difference = f"  {gain:+.4f}" + ("" if one else f" ± {error:.4f}")
         print(f"{each.context:>12,}  {each.loss:>8.4f}" + ("" if each is found[0] else difference))
-    if plot is not None:
-        plots.context_plot({model.run.run.name: [(each.context, each.loss) for each in found]}, plot)
-        print(plot)
     by_length = [{"tokens": each.context, "loss": each.loss, "losses": each.losses} for each in found]
-    print(json.dumps({**record, "last": scored, "sequences": count, "by_context": by_length}))
-    return 0
+    record |= {"last": scored, "sequences": count, "by_context": by_length}
+    curve = {model.run.run.name: [(each.context, each.loss) for each in found]}
+    return _finish(record, plot, partial(plots.context_plot, curve))
 
 
 def needle(
@@ -188,11 +182,8 @@ def needle(
             f"loss {result.nats:.3f}, {result.bits_per_byte:.3f} bits per byte",
             flush=True,
         )
-    if plot is not None:
-        plots.needle_map(results, plot)
-        print(plot)
-    print(json.dumps({**record, "found": [r.as_dict() for r in results]}))
-    return 0
+    record["found"] = [result.as_dict() for result in results]
+    return _finish(record, plot, partial(plots.needle_map, results))
 
 
 def ruler(
@@ -246,9 +237,6 @@ def ruler(
             print(f"skipped: {found}", file=sys.stderr)
     if not results:
         raise UsageError(skipped[0])
-    if plot is not None:
-        plots.ruler_map(results, plot)
-        print(plot)
     record |= {"wording": wording, "seed": seed, "skipped": skipped}
     if out is not None:
         write_results(results, record, out)
@@ -256,8 +244,8 @@ def ruler(
     print(f"correct answers in percent, [95% interval]; questions per length and task: {questions};")
     print(f"{wording} wording; not comparable with published RULER scores")
     print(table(results))
-    print(json.dumps({**record, "found": [result.as_dict() for result in results]}))
-    return 0
+    record["found"] = [result.as_dict() for result in results]
+    return _finish(record, plot, partial(plots.ruler_map, results))
 
 
 def recall(
@@ -307,11 +295,7 @@ def recall(
             {"run": str(run), "step": model.step, "trained_length": model.context, "warning": warning,
              "reach": reach, "bits_per_byte": bits, "by_distance": [b.as_dict() for b in buckets]}
         )  # fmt: skip
-    if plot is not None:
-        plots.recall_plot(curves, plot, window_reach=reach)
-        print(plot)
-    print(json.dumps({"eval": "recall", "runs": records}))
-    return 0
+    return _finish({"eval": "recall", "runs": records}, plot, partial(plots.recall_plot, curves, window_reach=reach))
 
 
 def lm_eval(
@@ -365,8 +349,7 @@ def lm_eval(
     if out is not None:
         out.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
         print(out)
-    print(json.dumps({"eval": "lm-eval", "run": str(run), "step": model.step, "results": results}))
-    return 0
+    return _finish({"eval": "lm-eval", "run": str(run), "step": model.step, "results": results})
 
 
 def selection_map(
@@ -403,7 +386,15 @@ def selection_map(
     print(f"{out}: {len(tokens)} tokens, {len(layers)} layers")
     t = query if query >= 0 else len(tokens) + query
     blocks = {f"layer_{layer.layer}": sorted(layer.selected_by(t)) for layer in layers}
-    print(json.dumps({**record, "query": t, "blocks": blocks}))
+    return _finish({**record, "query": t, "blocks": blocks})
+
+
+def _finish(record: dict[str, Any], plot: Path | None = None, draw: Callable[[Path], None] = lambda _: None) -> int:
+    """Draw the plot if there is to be one, and end with the line of JSON."""
+    if plot is not None:
+        draw(plot)
+        print(plot)
+    print(json.dumps(record))
     return 0
 
 
@@ -423,10 +414,8 @@ def _load(
 
     model = load_model(run, device=device, dtype=dtype, data_of=data_of)
     data = own or model.run.data
-    if own is not None:
-        print(" ".join(["all text of", data.source, *data.path]), flush=True)
-        return model
-    print(" ".join(["validation text of", data.source, *data.path]) + f", seed {model.run.run.seed}", flush=True)
+    seed = "" if own else f", seed {model.run.run.seed}"
+    print(" ".join(["all text of" if own else "validation text of", data.source, *data.path]) + seed, flush=True)
     return model
 
 
@@ -434,14 +423,11 @@ def _record(
     name: str, run: Path, model: LanguageModel, flag: str, lengths: Sequence[int], data_of: Path | None = None
 ) -> dict[str, Any]:
     """The beginning of an evaluation's JSON line, with a warning about lengths beyond the training length."""
+    warning = _warn_beyond_training(model, run, flag, lengths)
     return {
-        "eval": name,
-        "run": str(run),
-        "step": model.step,
-        "trained_length": model.context,
-        "warning": _warn_beyond_training(model, run, flag, lengths),
+        "eval": name, "run": str(run), "step": model.step, "trained_length": model.context, "warning": warning,
         "data_of": None if data_of is None else str(data_of),
-    }
+    }  # fmt: skip
 
 
 def _warn_beyond_training(model: LanguageModel, run: Path, flag: str, lengths: Sequence[int]) -> str | None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from tercet import hints
 from tercet.config.load import ConfigError, load
-from tercet.config.schema import RunConfig, largest_divisor
+from tercet.config.schema import RunConfig
 from tercet.inference.arguments import CONFIG, WEIGHTS, has_weights
 from tercet.train import manifest
 
@@ -38,16 +37,11 @@ def _train_command(file: Path, weights: Path, length: int) -> str:
     return hints.train_config(file, keys, ranks=None if parallel.strategy == "single" else parallel.world_size)
 
 
-def _batch_sizes(config: RunConfig, length: int) -> dict[str, Any]:
-    """The batch size keys that must change: no more tokens per pass than before, and whole micro-batches per step."""
-    tokens, ranks = config.stages[-1].train.tokens_per_step, config.parallel.data_ranks
-    largest = max(1, config.train.micro_batch * config.data.seq_len // length)
-    sequences, rest = divmod(tokens, length * ranks)
-    if rest:
-        batch, per_pass = largest, largest * length * ranks
-        tokens = -(-tokens // per_pass) * per_pass
-    else:
-        batch = largest_divisor(sequences, largest)
-    sizes = {"train.micro_batch": batch, "train.tokens_per_step": tokens}
-    current = {"train.micro_batch": config.train.micro_batch, "train.tokens_per_step": config.train.tokens_per_step}
-    return {key: value for key, value in sizes.items() if value != current[key]}
+def _batch_sizes(config: RunConfig, length: int) -> dict[str, int]:
+    """About as many tokens per pass as before, and whole passes per step."""
+    batch = max(1, config.train.micro_batch * config.data.seq_len // length)
+    per_pass = batch * length * config.parallel.data_ranks
+    return {
+        "train.micro_batch": batch,
+        "train.tokens_per_step": -(-config.stages[-1].train.tokens_per_step // per_pass) * per_pass,
+    }

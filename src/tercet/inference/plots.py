@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # these import torch
     from tercet.inference.needle import NeedleResult
-    from tercet.inference.perplexity import PositionBucket
     from tercet.inference.ruler import RulerResult
 
 
@@ -17,17 +16,11 @@ Curves = Mapping[str, Sequence[tuple[int, float]]]
 """(x, y) of each model."""
 
 
-def perplexity_plot(curves: Mapping[str, Sequence[PositionBucket]], path: Path) -> None:
-    """Loss against position in the context, one line per model."""
-    points = {name: [(b.last + 1, b.loss) for b in buckets] for name, buckets in curves.items()}
-    context_plot(points, path)
-
-
 def context_plot(curves: Curves, path: Path) -> None:
     """Loss against tokens of context, one line per model."""
     figure, axis = _draw_curves(curves)
     axis.set(xlabel="tokens of context", ylabel="loss (nats per token)")
-    save_svg(figure, path)
+    _save_svg(figure, path)
 
 
 def recall_plot(curves: Curves, path: Path, *, window_reach: int | None = None) -> None:
@@ -37,13 +30,13 @@ def recall_plot(curves: Curves, path: Path, *, window_reach: int | None = None) 
         axis.axvline(window_reach, color="0.5", lw=1, ls="--")
         axis.text(window_reach, 1.02, " reach of the windows", fontsize=8, color="0.4")
     axis.set(xlabel="distance to the fact (tokens)", ylabel="answers right", ylim=(-0.02, 1.08))
-    save_svg(figure, path)
+    _save_svg(figure, path)
 
 
 def _draw_curves(curves: Curves) -> tuple[Any, Any]:
-    figure, axis = svg_figure(5.6, 3.2)
+    figure, axis = _svg_figure(5.6, 3.2)
     for name, points in curves.items():
-        axis.plot([x for x, _ in points], [y for _, y in points], marker="o", ms=3, label=name)
+        axis.plot(*zip(*points, strict=True), marker="o", ms=3, label=name)
     axis.set_xscale("log", base=2)
     axis.grid(alpha=0.3)
     axis.legend(frameon=False)
@@ -54,10 +47,10 @@ def needle_map(found: Sequence[NeedleResult], path: Path) -> None:
     """Heatmap of depth × length: accuracy."""
     lengths, depths = sorted({f.length for f in found}), sorted({f.depth for f in found})
     cells = {(f.length, f.depth): f.accuracy for f in found}
-    figure, axis = svg_figure(1.6 + 0.55 * len(lengths), 1.4 + 0.35 * len(depths))
+    figure, axis = _svg_figure(1.6 + 0.55 * len(lengths), 1.4 + 0.35 * len(depths))
     _heat_map(axis, lengths, [f"{d:.0%}" for d in depths], [[cells[n, d] for n in lengths] for d in depths])
     axis.set(ylabel="depth of the needle")
-    save_svg(figure, path)
+    _save_svg(figure, path)
 
 
 def ruler_map(found: Sequence[RulerResult], path: Path) -> None:
@@ -70,7 +63,7 @@ def ruler_map(found: Sequence[RulerResult], path: Path) -> None:
     cells = {(f.length, f.task, f.depth): f.score for f in found}
     columns = len(single) + (tasks != single[:1])
     width = columns * (1.9 + 0.5 * len(lengths))
-    figure, axes = svg_figure(width, 1.4 + 0.3 * max(len(tasks), len(depths)), columns=columns)
+    figure, axes = _svg_figure(width, 1.4 + 0.3 * max(len(tasks), len(depths)), columns=columns)
     axes = list(axes) if columns > 1 else [axes]
     if columns > len(single):
         _heat_map(axes.pop(0), lengths, tasks, [[cells.get((n, task, None)) for n in lengths] for task in tasks])
@@ -78,7 +71,7 @@ def ruler_map(found: Sequence[RulerResult], path: Path) -> None:
         labels = [f"{d:.0%}" for d in depths]
         _heat_map(axis, lengths, labels, [[cells.get((n, task, d)) for n in lengths] for d in depths])
         axis.set(title=task, ylabel="depth of the fact")
-    save_svg(figure, path)
+    _save_svg(figure, path)
 
 
 def _heat_map(axis: Any, lengths: Sequence[int], rows: Sequence[str], grid: list[list[float | None]]) -> None:
@@ -91,28 +84,28 @@ def _heat_map(axis: Any, lengths: Sequence[int], rows: Sequence[str], grid: list
     for y, row in enumerate(grid):
         for x, value in enumerate(row):
             if value is not None:
-                colour = text_colour(image, value)
+                colour = _text_colour(image, value)
                 axis.text(x, y, f"{value:.0%}", ha="center", va="center", fontsize=7, color=colour)
 
 
-def text_colour(image: Any, value: float) -> str:
+def _text_colour(image: Any, value: float) -> str:
     """Black or white, whichever is easier to read on a heat map's cell of this value."""
     red, green, blue, _ = image.to_rgba(value)
     luminance = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
     return "black" if luminance > 0.18 else "white"
 
 
-def svg_figure(width: float, height: float, *, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
+def _svg_figure(width: float, height: float, *, columns: int = 1) -> tuple[Any, Any]:
     """An empty figure and its axes. Needs matplotlib."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasSVG(figure)
-    return figure, figure.subplots(rows, columns)
+    return figure, figure.subplots(1, columns)
 
 
-def save_svg(figure: Any, path: Path) -> None:
+def _save_svg(figure: Any, path: Path) -> None:
     import matplotlib
 
     with matplotlib.rc_context({"svg.hashsalt": "tercet"}):  # reproducible output
