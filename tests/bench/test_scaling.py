@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,9 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tercet.attention.config import NSAConfig
-from tercet.bench.scaling import cases, context_traffic, outlook, seven_billion, shard_bytes, table
+from tercet.bench.scaling import cases, context_traffic, outlook, shard_bytes, table
 from tercet.config.load import load
-from tercet.model.cost import parameters
 from tercet.model.transformer import Transformer
 
 RANKS = 64
@@ -50,10 +48,6 @@ def test_a_million_tokens_over_eight_ranks_fetch_seven_eighths_of_the_keys():
     most = 7 / 8 * (1 << 20) * (1 + 1 / nsa.compress_stride) + 2 * (nsa.window + nsa.compress_block)
     # no rank but the one of the last chunk needs all that lies before the end
     assert 0.9 * most < sent <= most
-
-
-def test_the_seven_billion_have_seven_billion_parameters():
-    assert parameters(seven_billion()).total == pytest.approx(7.2e9, rel=0.01)
 
 
 def test_the_page_shows_what_the_formulas_give():

@@ -51,12 +51,7 @@ def test_the_first_step_is_ignored_and_memory_is_the_peak():
     [
         (1, "torch.OutOfMemoryError: CUDA out of memory. Tried to", None, "out of memory"),
         (-9, "", None, "out of memory"),
-        (
-            1,
-            "rank 0\nerror: data.path=x does not exist\nTraceback of torchrun",
-            None,
-            "error: data.path=x does not exist",
-        ),
+        (1, "rank 0\nerror: no data.path\nTraceback of torchrun", None, "error: no data.path"),
         (2, f"error: {'x' * 200}: fix it", None, f"error: {'x' * 200}: fix it"),
         (-15, "", 300.4, "too slow (300 s)"),
         (3, "", None, "exit code 3"),
@@ -183,9 +178,6 @@ def test_the_best_learning_rate_at_the_edge_asks_for_more():
     cells = [learning_rates.LRCell(lr, "ok", loss) for lr, loss in ((1e-4, 4.0), (1e-3, 3.0))]
     assert "try larger learning rates" in "\n".join(learning_rates.render(cells))
     assert "try smaller learning rates" in "\n".join(learning_rates.render(cells[::-1]))
-    for outcome, smaller in (("diverged", True), ("error: data.path=x does not exist", False)):
-        lines = learning_rates.render([learning_rates.LRCell(1e-3, outcome)])
-        assert ("try smaller" in lines[-1]) == smaller
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def selection_page(tokens: list[int], tokenizer: Tokenizer, layers: list[LayerSe
     return page.render(
         query=t, size=size, count=count, blocks=blocks, layers=layers, forced=forced, times=_times_chosen(layers, t),
         ticks=_token_ticks(count * size),
-        chosen=sum(block["kind"] == "chosen" and block["share"] > 0 for block in blocks),
+        chosen=len({block for by in selected.values() for block in by} - forced),
         width=round(1.5 * count),  # below this a block would be too thin to see: the chart scrolls instead
     )  # fmt: skip
 
