@@ -263,7 +263,7 @@ def _join(tensor: Tensor, weights: Mapping[str, Tensor], names: Sequence[str]) -
     tensor.copy_(torch.cat([joined] * copies)[-len(tensor) :])
 
 
-def dense_twin(config: ModelConfig, windows: Sequence[int | None], weights: Mapping[str, Tensor]) -> Transformer:
+def dense_model(config: ModelConfig, windows: Sequence[int | None], weights: Mapping[str, Tensor]) -> Transformer:
     """The first layers of an imported model with dense attention, or with the original's sliding windows."""
     kinds = tuple("dense" if window is None else "window" for window in windows)
     with torch.device("meta"):

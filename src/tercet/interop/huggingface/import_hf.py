@@ -277,7 +277,7 @@ def _compare(
     # at the start, at the end and in between: all logits of a long sequence would be too many
     places = [torch.linspace(0, length - 1, min(length, 64)).long() for length in lengths]
     expected = _expected_logits(source, theirs, layers, texts, places)
-    model = dense_weights.dense_twin(config, windows[:layers], LazyWeights([folder / OUR_WEIGHTS]))
+    model = dense_weights.dense_model(config, windows[:layers], LazyWeights([folder / OUR_WEIGHTS]))
     worst = 0.0
     for text, place, logits in zip(texts, places, expected, strict=True):
         difference = (model.logits(model.hidden(text)[:, place]) - logits).abs().max() / logits.square().mean().sqrt()
