@@ -10,7 +10,7 @@ import triton.language as tl
 import tercet
 from cases import cu, inputs, judge, wrong_sets
 from tercet.attention import reference
-from tercet.attention.kernels import nsa
+from tercet.attention.kernels import attend
 from tercet.attention.kernels.compressed import forward
 from tercet.attention.kernels.decode.common import Scores
 from tercet.attention.kernels.decode.scores import select_blocks as decode_select
@@ -32,7 +32,7 @@ def test_equal_scores_take_the_lowest_index() -> None:
     cfg = config(select_initial=0, select_local=1, select_count=3)
     x = inputs(cfg, 100, groups=1, per_group=2, key_size=16, value_size=16, dtype=torch.float32)
     x = x.with_(q=torch.zeros_like(x.q))
-    _, chosen = nsa(*x.tensors(), cfg)
+    _, chosen = attend(*x.tensors(), cfg)
     # with q = 0 all compressed tokens weigh the same, and so do all inner blocks; block 0 has one half less
     assert chosen[0, 99, 0].tolist() == [1, 2, 6]
     assert chosen[0, 47, 0].tolist() == [0, 1, 2]
@@ -78,7 +78,7 @@ def test_the_largest_keys_are_taken_lowest_index_first(size: int, few_first: boo
 def test_any_valid_sizes(changes: dict[str, int]) -> None:
     cfg = config(**changes)
     x = inputs(cfg, 83, groups=1, per_group=3, key_size=16, value_size=16, dtype=torch.float32)
-    _, chosen = nsa(*x.tensors(), cfg)
+    _, chosen = attend(*x.tensors(), cfg)
     assert wrong_sets(judge(x, cfg), chosen, 1e-6) == []
 
 
@@ -86,14 +86,14 @@ def test_packed_documents_equal_documents_one_by_one() -> None:
     cfg = config(select_count=3, select_local=1)
     lengths = (35, 0, 3, 50)
     x = inputs(cfg, 88, groups=1, per_group=1, key_size=16, value_size=16, documents=lengths, dtype=torch.float32)
-    _, chosen = nsa(*x.tensors(), cfg, KernelLayout(cu(lengths)), branches=("compressed",), select=True)
+    _, chosen = attend(*x.tensors(), cfg, KernelLayout(cu(lengths)), branches=("compressed",), select=True)
     token = compressed = 0
     for n in lengths:
         m = cfg.num_compressed(n)
         if n:
             own, keys = slice(token, token + n), slice(compressed, compressed + m)
             alone = x.map(lambda t: t[:, own]).with_(kc=x.kc[:, keys], vc=x.vc[:, keys])  # noqa: B023
-            _, expected = nsa(*alone.tensors(), cfg, branches=("compressed",), select=True)
+            _, expected = attend(*alone.tensors(), cfg, branches=("compressed",), select=True)
             assert torch.equal(chosen[:, own], expected)
         token, compressed = token + n, compressed + m
 
@@ -127,7 +127,7 @@ def test_long_rows_choose_as_the_reference(blocks: int) -> None:
 def test_half_precision_inputs_select_as_exact_arithmetic_does() -> None:
     cfg = config(select_count=3, select_local=1)
     x = inputs(cfg, 90, groups=1, per_group=4, key_size=16, value_size=16, dtype=torch.float16, sharpness=3.0)
-    _, chosen = nsa(*x.tensors(), cfg)
+    _, chosen = attend(*x.tensors(), cfg)
     assert wrong_sets(judge(x, cfg), chosen, 1e-5) == []
 
 
@@ -136,7 +136,7 @@ def test_not_a_number_never_gives_an_index_outside_the_document() -> None:
     x = inputs(cfg, 100, groups=1, per_group=1, key_size=16, value_size=16, dtype=torch.float32)
     q = x.q.clone()
     q[:, 80:] = float("nan")
-    _, chosen = nsa(*x.with_(q=q).tensors(), cfg)
+    _, chosen = attend(*x.with_(q=q).tensors(), cfg)
     own = torch.arange(100)[None, :, None, None] // 16
     assert ((chosen >= -1) & (chosen <= own)).all()
     assert (chosen[:, 80:].diff(dim=-1) > 0).all()
