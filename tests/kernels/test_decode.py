@@ -283,7 +283,7 @@ def test_blocks_are_chosen_by_a_selectors_scores_as_sorting_them_all_would(token
 def test_the_number_of_splits_and_of_blocks_per_part_changes_nothing(selector, monkeypatch):
     config = replace(CFG, select_count=8)
     layer = make(compression="mean", selector=selector, selector_dim=64, selector_rotary=0, config=config)
-    heads = decode.Heads(3, 1, 8, 6, layer.selector_size())
+    heads = decode.Heads(3, 1, 8, 6, 0 if layer.selector is None else layer.selector.size)
     outs = []
     q, kv, gates = torch.randn(1, 1, 24), torch.randn(1, 1, 42), torch.randn(1, 1, 9)
     scored = None if layer.selector is None else (torch.randn(1, 1, 64), torch.randn(1, 1, 64))

@@ -55,7 +55,7 @@ def both_ways(
     return found[0], found[1]
 
 
-UNCOMPRESSED = {"branches": ("selected", "window"), "selector": "learned"}
+UNCOMPRESSED = {"branches": ("selected", "window"), "selector": "own"}
 SHARED: list[dict[str, Any]] = [{}, {"shared_kv": True}, {"compress_selected_keys": True}, UNCOMPRESSED]
 # blocks that do not overlap, like m7c's
 APART = tercet.NSAConfig(4, 4, 16, 4, 1, 2, 20)

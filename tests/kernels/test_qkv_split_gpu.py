@@ -36,7 +36,7 @@ def made(layer: NativeSparseAttention, x: torch.Tensor, packing: Packing | None,
 
 # m7c's: blocks that do not overlap, chosen by the mean of the keys that will be read
 TIED: dict[str, Any] = {"compress_selected_keys": True, "compression": "mean", "config": tercet.NSAConfig(16)}
-TWO_BRANCHES = {"branches": ("selected", "window"), "selector": "learned"}
+TWO_BRANCHES = {"branches": ("selected", "window"), "selector": "own"}
 SHARED: list[dict[str, Any]] = [{}, {"shared_kv": True}, {"compress_selected_keys": True}, TIED, TWO_BRANCHES]
 NAMES = ["apart", "shared", "tied", "m7c", "two branches"]
 

@@ -1,4 +1,4 @@
-"""Learned and random selection on the kernels, interpreted: the teacher's log-sum-exps, and layers against the
+"""Learned selectors and own queries on the kernels, interpreted: the teacher's log-sum-exps, and layers against the
 reference."""
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def test_a_layer_chooses_and_learns_like_the_reference(bounds: torch.Tensor | No
         assert (a - b).norm() <= 1e-5 * b.norm()
 
 
-def test_a_layer_reads_random_blocks_like_the_reference() -> None:
-    layer = tercet.NativeSparseAttention(32, 4, 2, 16, config=NSA, selector="random")
+def test_a_layer_whose_own_queries_choose_equals_the_reference() -> None:
+    layer = tercet.NativeSparseAttention(32, 4, 2, 16, config=NSA, selector="own")
     layer.init_weights(0.3, 0.1)
     x, found = torch.randn(1, 110, 32), {}
     for backend in ("reference", "triton"):

@@ -1,4 +1,4 @@
-"""Learned and random selection on a GPU: its kernels and models against the reference, compiled and packed; without
+"""Learned selectors and own queries on a GPU: its kernels and models against the reference, compiled and packed; without
 synchronising, the same bits every time."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_log_sum_exps_of_blocks_are_the_references(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.cpu().double(), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-3)
 
 
-@pytest.mark.parametrize(("selector", "packed"), [("learned", False), ("learned", True), ("random", True)])
+@pytest.mark.parametrize(("selector", "packed"), [("learned", False), ("learned", True), ("own", True)])
 def test_a_model_trains_compiled_as_eager_and_twice_the_same(selector: str, packed: bool) -> None:
     model = make_model(selector)
     tokens = torch.randint(0, 256, (1, 4096) if packed else (2, 2048), device="cuda")
