@@ -54,14 +54,17 @@ def end_of(k: Tensor, queries: int) -> Documents:
     return Documents(k.shape[0], k.shape[1], 0, None, None, k.shape[1] - queries, queries)
 
 
-@pytest.mark.parametrize(
-    ("block", "size", "tokens"),
-    [(16, 32, 135), (16, 48, 100), (32, 16, 170), (64, 64, 330), pytest.param(128, 32, 600, marks=pytest.mark.slow)],
-)
-def test_any_sizes_choose_as_fp64_does(block: int, size: int, tokens: int) -> None:
+SIZES = [  # heads per group: 1 of a selector, 2 or more of own queries; block, size of heads, tokens
+    (1, 16, 32, 135), (1, 32, 16, 170), (1, 64, 64, 330), (3, 16, 32, 110), (4, 32, 48, 150),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in ((1, 128, 32, 600), (7, 64, 16, 300), (16, 16, 64, 90))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("heads", "block", "size", "tokens"), SIZES)
+def test_any_sizes_choose_as_fp64_does(heads: int, block: int, size: int, tokens: int) -> None:
     cfg = config(block, count=3)
-    q, k = torch.randn(1, tokens, 2, size), torch.randn(1, tokens, 2, size)
-    found = select_by_tokens(q[:, -20:].contiguous(), k, cfg, end_of(k, 20), FEW)
+    q, k = torch.randn(1, tokens, 2 * heads, size), torch.randn(1, tokens, 2, size)
+    found = select_by_tokens(q[:, -20:].contiguous(), k, cfg, end_of(k, 20), FEW, own=heads > 1)
     assert torch.equal(found, batch(q, k, cfg)[:, -20:])
 
 
@@ -70,8 +73,6 @@ def test_any_sizes_choose_as_fp64_does(block: int, size: int, tokens: int) -> No
     [
         (torch.float32, 4, 1, 2),
         (torch.float16, 5, 0, 1),
-        pytest.param(torch.float32, 3, 2, 1, marks=pytest.mark.slow),
-        pytest.param(torch.float32, 2, 1, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_batch_of_sequences(dtype: torch.dtype, count: int, initial: int, local: int) -> None:
@@ -99,21 +100,6 @@ def test_extreme_logits_are_cut_off_and_choose_valid_blocks() -> None:
     assert choose(0, -80, -50, -60, -70, -1e30, -torch.inf, -80, -80, 0) == [0, 2, 3, 9]
     assert choose(0, 70, 1e30, 80, 60, torch.inf, 70, 50, 0, 0) == [0, 2, 5, 9]
     assert choose(0, -1e30, -200, -100, -90, -1e30, -100, -100, -100, 0) == [0, 1, 2, 9]  # equal: all 0
-
-
-@pytest.mark.parametrize(
-    ("heads", "block", "size", "tokens"),
-    [
-        (3, 16, 32, 110),
-        (4, 32, 48, 150),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((7, 64, 16, 300), (16, 16, 64, 90))),
-    ],
-)
-def test_own_queries_of_any_number_of_heads(heads: int, block: int, size: int, tokens: int) -> None:
-    cfg = config(block, count=3)
-    q, k = torch.randn(1, tokens, 2 * heads, size), torch.randn(1, tokens, 2, size)
-    found = select_by_tokens(q[:, -20:].contiguous(), k, cfg, end_of(k, 20), FEW, own=True)
-    assert torch.equal(found, batch(q, k, cfg)[:, -20:])
 
 
 def test_own_scores_hold_their_order_at_every_magnitude() -> None:

@@ -93,22 +93,6 @@ def test_one_query_after_keys_stored_head_by_head_equals_its_row_of_the_whole() 
     torch.testing.assert_close(last.out, whole.out[:, 62:], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow  # tests/model/test_layer_compiles.py compiles the layer
-def test_it_compiles_to_one_graph_without_changing_a_bit() -> None:
-    x = sample()
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return run(q, k, v).out
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    leaves = [a.detach().clone().requires_grad_() for a in (x.q, x.ks, x.vs)]
-    out, wanted = compiled(*leaves), call(*leaves)
-    assert torch.equal(out, wanted)
-    dout = torch.randn_like(out)
-    pairs = zip(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(wanted, leaves, dout), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
 def test_only_scores_selection_and_one_branch_run() -> None:
     x = sample()
     with Seen() as seen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import astuple
 from importlib import import_module
+from itertools import product
 
 import pytest
 import torch
@@ -64,7 +65,6 @@ def operator(
     packed: bool = False,
     query_range: bool = False,
     dtype: torch.dtype = torch.bfloat16,
-    backward: bool = True,
     longest: int | None = None,
 ) -> None:
     T, H, G, DK, DV = SHAPES[shape]
@@ -87,29 +87,8 @@ def operator(
     out, o_s, lse_s, o_w, lse_w, *saved = ops.nsa_attend._init_fn(
         q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, blocks, cu, ccu, *numbers
     )
-    if backward:
-        ops.nsa_backward(
-            out,
-            q,
-            kc,
-            vc,
-            ks,
-            vs,
-            kw,
-            vw,
-            gates,
-            o_c,
-            lse_c,
-            o_s,
-            lse_s,
-            o_w,
-            lse_w,
-            blocks,
-            cu,
-            ccu,
-            saved,
-            *numbers,
-        )
+    kept = ops.Kept(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, blocks, cu, ccu)
+    ops.nsa_backward(out, *kept, saved, *numbers)
 
 
 def spilled(found: list[Compiled], shape: str) -> list[Compiled]:
@@ -138,55 +117,6 @@ def test_a_window_layer_runs_on_the_kernels_of_the_window_branch() -> None:
     assert [c.name for c in found] == ["hopper_forward", "delta_kernel", "compressed_window_dq_kernel", "hopper_dkv"]
     assert spilled(found, "C") == []
     assert [c for c in found if c.serialised] == []
-
-
-# sequences, their length, query heads, KV heads, whether packed, queries of each (a query range, from there on), bound
-SELECTED_KEYS = {
-    "one design, by shapes": (2, 2048, 12, 2, False, 2048, None),
-    "the device decides": (2, 8192, 12, 2, False, 8192, None),
-    "packed": (1, 8192, 12, 2, True, 8192, None),
-    "bounded": (1, 8192, 12, 2, True, 8192, 1024),
-    "query range": (1, 4096, 12, 2, True, 1024, None),
-    "one head per group": (1, 4096, 8, 8, True, 4096, None),
-    "six heads": (1, 4096, 6, 1, False, 4096, None),
-    "64 heads": (1, 4096, 64, 1, False, 4096, None),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SELECTED_KEYS)
-@pytest.mark.parametrize("size", [64, 128])
-def test_hoppers_selected_keys_stay_in_registers_and_two_programs_fit(size: int, name: str) -> None:
-    B, T, H, G, packed, queries, longest = SELECTED_KEYS[name]
-
-    def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    cu = torch.zeros(5, dtype=torch.int32) if packed else None
-    first = queries % T  # of a query range: as many before it as it has
-    documents = Documents(B, T, 0, cu, None, first, queries, -1 if longest is None else longest)
-    q, k, rows = tensor(B, queries, H, size), tensor(B, T, G, size), tensor(B, queries, H, dtype=torch.float32)
-    blocks = tensor(B, queries, G, 16, dtype=torch.int32)
-    with compiling(90, only="hopper_selected_dkv") as found:
-        selected.selected_backward(q, k, k, blocks, rows, q, rows, rows, NSAConfig(), documents)
-    assert found
-    for c in found:
-        assert (c.stack, c.serialised) == (0, "")
-        assert c.registers <= 128
-        assert c.warps == 8
-        assert 2 * (c.shared + 1024) <= 228 * 1024  # of a multiprocessor, which takes one KiB for each
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "programs"), [(64, 4), (128, 3)])
-def test_several_programs_of_hoppers_scattered_forward_fit(size: int, programs: int) -> None:
-    q, k = (torch.empty(1, 16384, heads, size, dtype=torch.bfloat16) for heads in (64, 4))
-    blocks = torch.empty(1, 16384, 4, 16, dtype=torch.int32)
-    with compiling(90, only="hopper_selected_forward") as found:
-        selected.selected_forward(q, k, k, blocks, NSAConfig(), Documents(1, 16384, 0, None, None))
-    assert [(c.stack, c.serialised, c.warps) for c in found] == [(0, "", 8)]
-    assert all(programs * 256 * c.registers <= 65536 for c in found)
-    assert all(programs * (c.shared + 1024) <= 228 * 1024 for c in found)
 
 
 @pytest.mark.parametrize(
@@ -243,44 +173,17 @@ def test_threads_meet_before_one_writes_over_what_others_read() -> None:
     assert [c.meetings for c in found] == [1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 86, 100, 120])
-def test_forward_compiles_for_other_gpus(capability: int) -> None:
-    """86: cards with 24 and 48 GB, which have less shared memory; 89 compiles like it, and 120 is their successor."""
-    with compiling(capability, resources=False) as found:
-        operator("C", backward=False)
-    assert len(found) >= 6
-    assert all(c.shared <= SHARED_KIB[capability] * 1024 for c in found)
-
-
-SMALL = [
-    (86, "C", "bf16"), (86, "C", "packed"), (86, "C", "query range"), (86, "C", "fp32"),
-    (86, "paper", "bf16"), (86, "paper", "packed"), (86, "paper", "query range"),
-    (86, "P", "bf16"), (86, "head 96", "bf16"), (86, "one head per group", "packed"), (86, "head 256", "bf16"),
-    (86, "paper, long", "bf16"), (86, "head 256, long", "bf16"), (80, "head 256, long", "bf16"),
-    (89, "C", "bf16"), (89, "C", "packed"), (89, "paper", "bf16"), (89, "paper", "packed"),
-    (120, "C", "bf16"), (120, "C", "packed"), (120, "paper", "bf16"), (120, "paper", "packed"),
+VARIANTS = ("bf16", "packed", "bounded", "query range", "fp16", "fp32")
+CALLS = [
+    *product((80, 90, 100), [shape for shape in SHAPES if "256" not in shape and "long" not in shape], VARIANTS),
+    # less shared memory: 86, of cards with 24 and 48 GB (89 compiles like it), and 120
+    *product((86, 120), ("C", "paper"), ("bf16", "packed")), (86, "P", "bf16"), (86, "C", "fp32"),
+    *((86, shape, "bf16") for shape in ("head 256", "paper, long", "head 256, long")), (80, "head 256, long", "bf16"),
 ]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("capability", "shape", "variant"), SMALL)
-def test_forward_and_backward_fit_the_shared_memory_of_small_gpus(capability: int, shape: str, variant: str) -> None:
-    with compiling(capability, resources=False) as found:
-        operator(
-            shape,
-            packed=variant in ("packed", "query range"),
-            query_range=variant == "query range",
-            dtype=torch.float32 if variant == "fp32" else torch.bfloat16,
-        )
-    assert len(found) >= 16
-    assert [c for c in found if c.shared > SHARED_KIB[capability] * 1024] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["bf16", "packed", "bounded", "query range", "fp16", "fp32"])
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if "256" not in shape and "long" not in shape])
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(("capability", "shape", "variant"), CALLS)
 def test_everything_compiles(capability: int, shape: str, variant: str) -> None:
     dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(variant, torch.bfloat16)
     with compiling(capability) as found:
@@ -291,7 +194,73 @@ def test_everything_compiles(capability: int, shape: str, variant: str) -> None:
             dtype=dtype,
             longest=1024 if variant == "bounded" else None,
         )
+    assert len(found) >= 16
     assert all(c.shared <= SHARED_KIB[capability] * 1024 for c in found), found
     if capability == 90 and variant != "fp32" and max(SHAPES[shape][3:]) <= 128:
         assert spilled(found, shape) == []
         assert [c for c in found if c.serialised] == []
+
+
+# ------------------------------------------------------------ block-sparse attention
+
+# sequence, query heads, KV heads, Dk, heads per group and head size of what scores the blocks
+SPARSE_SHAPES = {
+    "short": (2048, 12, 2, 64, 6, 64),
+    "C": (8192, 12, 2, 64, 6, 64),
+    "P": (16384, 64, 4, 128, 16, 128),
+    "blocks of 128": (8192, 16, 2, 128, 4, 64),
+    "long overlap": (8192, 12, 2, 64, 6, 64),
+}
+SPARSE_CONFIGS = {"blocks of 128": NSAConfig(128, 128, 128), "long overlap": NSAConfig(64, 16)}
+
+
+def block_sparse(shape: str, *, packed: bool = False, scoring: bool = False) -> None:
+    """`scoring`: choose blocks, and attend to none."""
+    T, H, G, D, heads, size = SPARSE_SHAPES[shape]
+    config = SPARSE_CONFIGS.get(shape, NSAConfig(compress_block=16))
+    numbers = (ops.sizes_of(config), [], None)
+
+    def tensor(tokens: int, heads: int, size: int) -> torch.Tensor:
+        return torch.empty(1, tokens, heads, size, dtype=torch.bfloat16)
+
+    q, k, v = tensor(T, H, D), tensor(T, G, D), tensor(T, G, D)
+    cu = torch.zeros(5, dtype=torch.int32) if packed else None
+    ccu = None if cu is None else ops.nsa_compressed_bounds(cu, config.compress_block, config.compress_stride)
+    scorer = tensor(T, G * heads, size), tensor(config.num_compressed(T), G, size)
+    lse = ops.nsa_compressed_lse(*scorer, cu, ccu, *numbers)
+    blocks = ops.nsa_select(*scorer, lse, cu, ccu, *numbers)
+    if scoring:
+        return
+    out, _, lse_s, _, _, *saved = ops.nsa_attend._init_fn(
+        *ops.Tensors(q, ks=k, vs=v, block_indices=blocks, cu=cu), *numbers
+    )
+    kept = ops.Kept(q, ks=k, vs=v, o_s=out, lse_s=lse_s, block_indices=blocks, cu=cu)
+    ops.nsa_backward(out, *kept, saved, *numbers)
+
+
+@pytest.mark.parametrize(
+    ("shape", "packed", "scoring"),
+    [
+        ("C", False, "hopper_scores"),
+        ("long overlap", True, "hopper_scores"),
+        pytest.param("P", True, "hopper_scores", marks=pytest.mark.slow),
+        pytest.param("blocks of 128", True, "scores_kernel", marks=pytest.mark.slow),
+    ],
+)
+def test_hopper_keeps_the_scores_of_block_sparse_attention_in_registers(shape: str, packed: bool, scoring: str) -> None:
+    """What the selected branch spills is measured above."""
+    with compiling(90) as found:
+        block_sparse(shape, packed=packed, scoring=True)
+    kernels = [c.name for c in found if c.name != "compressed_bounds_kernel"]
+    assert kernels == ["compressed_lse_kernel", scoring, "select_kernel"]
+    assert [c for c in found if c.stack > CHOSEN.get((c.name, shape), 0)] == []
+    assert all(c.shared <= SHARED_KIB[90] * 1024 for c in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 89, 90, 100])
+def test_block_sparse_attention_has_room_on_other_architectures(capability: int) -> None:
+    with compiling(capability, resources=False) as found:
+        block_sparse("C")
+        block_sparse("blocks of 128")
+    assert all(c.shared <= SHARED_KIB[capability] * 1024 for c in found)

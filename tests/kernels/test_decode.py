@@ -10,6 +10,7 @@ import torch
 
 import tercet
 from kernels.caches import filled
+from tercet.attention.config import BRANCHES
 from tercet.attention.kernels import decode
 from tercet.attention.kernels.decode.attend import read_stages
 from tercet.attention.kernels.decode.common import Scores
@@ -76,30 +77,45 @@ def compare(reference, layer, lengths: list[int], active: list[list[int] | None]
 
 
 # Rows below the first block, just before and after the borders of compression blocks (8, 12, …) and selection blocks.
-def test_rows_of_unequal_lengths_equal_the_reference(reference):
-    compare(reference, make(), [6, 98], [None, [1, 0], None])
+@pytest.mark.parametrize(("lengths", "active"), [([6, 98], [None, [1, 0], None]), ([0, 15], [[1, 1], None])])
+def test_rows_of_unequal_lengths_equal_the_reference(lengths, active, reference):
+    compare(reference, make(), lengths, active)
 
 
-def test_an_empty_cache_begins_with_its_first_token(reference):
-    compare(reference, make(), [0, 15], [[1, 1], None])
+@pytest.mark.parametrize(
+    ("options", "length"), [({}, 79), ({"selector": "learned", "compress_selected_keys": True}, 127)], ids=str
+)
+def test_half_precision_equals_the_reference(options, length, reference):
+    compare(reference, make(dtype=torch.float16, compression="mean", **options), [length], [None], limit=5e-3)
 
 
-def test_all_options_at_once_equal_the_reference(reference):
-    layer = make(heads=4, kv_heads=2, gate="softmax", qk_norm=True, shared_kv=True, rope_scaling=3.0,
-                 rope_max_wavelength=500.0, rope=RopeConfig("yarn", original_length=100), bias=True)  # fmt: skip
-    compare(reference, layer, [131], [None])
+def test_the_copied_weights_of_a_dtype_stay_where_a_cuda_graph_may_read_them():
+    layer = make()
+    cache, layers = layer.make_cache(1), (layer.q_proj, layer.kv_proj)
+    first, _ = cache.fused_weights(layers, torch.float32)
+    cache.fused_weights(layers, torch.float16)  # under autocast
+    assert cache.fused_weights(layers, torch.float32)[0] is first
 
 
-def test_selected_keys_compressed_equal_the_reference(reference):
-    compare(reference, make(compress_selected_keys=True, qk_norm=True, norm_eps=0.1, bias=True), [131], [None])
+LEARNED = {"compression": "mean", "selector": "learned", "selector_dim": 16, "selector_rotary": 8}
+YARN = {"rope_scaling": 3.0, "rope_max_wavelength": 500.0, "rope": RopeConfig("yarn", original_length=100)}
+BLOCKS_OF_128 = replace(CFG, select_block=128, select_initial=0, select_local=1, select_count=2)
+OPTIONS = [
+    ({"heads": 4, "kv_heads": 2, "gate": "softmax", "qk_norm": True, "shared_kv": True, "bias": True, **YARN}, 131),
+    ({"compress_selected_keys": True, "qk_norm": True, "norm_eps": 0.1, "bias": True}, 131),
+    ({"compression": "mean", "heads": 5, "head_dim": 16, "value_dim": 20}, 111),
+    *(({"compression": "mean", "branches": (branch,)}, 99) for branch in BRANCHES),
+    ({"compression": "mean", "branches": ("compressed", "window")}, 99),
+    ({"compression": "mean", "branches": ("selected", "window"), "gate": "softmax"}, 99),
+    ({**LEARNED, "branches": ("selected",)}, 127),
+    ({**LEARNED, "branches": ("selected", "window")}, 127),
+    ({**LEARNED, "selector_dim": 100, "config": BLOCKS_OF_128}, 1000),
+]
 
 
-def test_the_mean_and_other_heads_equal_the_reference(reference):
-    compare(reference, make(compression="mean", heads=5, head_dim=16, value_dim=20), [111], [None])
-
-
-def test_half_precision_equals_the_reference(reference):
-    compare(reference, make(dtype=torch.float16), [79], [None], limit=5e-3)
+@pytest.mark.parametrize(("options", "length"), OPTIONS, ids=str)
+def test_any_options_equal_the_reference(options, length, reference):
+    compare(reference, make(**options), [length], [None])
 
 
 def test_small_numbers_are_normed_in_half_precision_as_the_reference_does(reference):
@@ -113,43 +129,12 @@ def test_small_numbers_are_normed_in_half_precision_as_the_reference_does(refere
     compare(reference, layer, [20], [None], limit=5e-3)
 
 
-@pytest.mark.parametrize(
-    "branches", [("compressed",), ("selected",), ("window",), ("compressed", "window")], ids=" ".join
-)
-def test_branches_that_are_left_out(branches, reference):
-    layer = make(branches=branches, compression="mean")
-    compare(reference, layer, [99], [None])
-
-
-@pytest.mark.parametrize("branches", [("selected", "window"), ("compressed", "window")], ids=" ".join)
-def test_a_softmax_over_the_gates_of_two_branches(branches, reference):
-    compare(reference, make(branches=branches, compression="mean", gate="softmax"), [99], [None])
-
-
 # A learned selector: before it has a choice, at the border of a block (127 + 1 = 8 · 16), and over several tiles of
 # keys. With all, some or none of its channels rotated: 6 and 12 are no powers of two.
 @pytest.mark.parametrize("rotary", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 12))])
 def test_a_learned_selector_equals_the_reference(rotary, reference):
-    layer = make(selector="learned", selector_dim=12, selector_rotary=rotary, heads=4, kv_heads=2, compression="mean",
-                 rope_scaling=3.0, rope_max_wavelength=500.0, rope=RopeConfig("yarn", original_length=100))  # fmt: skip
+    layer = make(**LEARNED | {"selector_dim": 12, "selector_rotary": rotary, "heads": 4, "kv_heads": 2}, **YARN)
     compare(reference, layer, [6, 127, 1300], [None, [0, 1, 1], None])
-
-
-def test_blocks_of_128_and_a_selector_of_many_channels_equal_the_reference(reference):
-    config = replace(CFG, select_block=128, select_initial=0, select_local=1, select_count=2)
-    layer = make(selector="learned", selector_dim=100, config=config, compression="mean")
-    compare(reference, layer, [1000], [None])
-
-
-def test_a_learned_selector_in_half_precision_equals_the_reference(reference):
-    layer = make(dtype=torch.float16, selector="learned", compress_selected_keys=True, compression="mean")
-    compare(reference, layer, [127], [None], limit=5e-3)
-
-
-@pytest.mark.parametrize("branches", [("selected",), ("compressed", "window"), ("selected", "window")], ids=" ".join)
-def test_a_learned_selector_without_some_branches_equals_the_reference(branches, reference):
-    layer = make(branches=branches, compression="mean", selector="learned", selector_dim=16, selector_rotary=8)
-    compare(reference, layer, [127], [None])
 
 
 def test_an_adapter_in_the_selector_is_called(reference):
@@ -170,14 +155,6 @@ def test_a_step_has_two_products_and_copies_no_keys(selector, monkeypatch):
         monkeypatch.setattr("torch.cat", lambda *args: called.append("cat") or cat(*args))
         layer(x, cache=cache)
     assert called == ["linear"] * 2
-
-
-def test_the_copied_weights_of_a_dtype_stay_where_a_cuda_graph_may_read_them():
-    layer = make()
-    cache, layers = layer.make_cache(1), (layer.q_proj, layer.kv_proj)
-    first, _ = cache.fused_weights(layers, torch.float32)
-    cache.fused_weights(layers, torch.float16)  # under autocast
-    assert cache.fused_weights(layers, torch.float32)[0] is first
 
 
 def test_tokens_after_a_prompt_choose_and_read_as_the_whole_sequence_does():
@@ -203,16 +180,6 @@ def test_tokens_after_a_prompt_choose_and_read_as_the_whole_sequence_does():
 
 def test_dense_decode_equals_the_reference(reference):
     compare(reference, make(tercet.DenseAttention, qk_norm=True), [0, 70], [None, [0, 1]])
-
-
-def test_token_by_token_equals_the_whole():
-    layer = make(compression="mean")
-    x = torch.randn(1, 25, 16)
-    cache = layer.make_cache(1)
-    with torch.no_grad():
-        parts = [layer(x[:, :22], cache=cache), *(layer(x[:, t : t + 1], cache=cache) for t in range(22, 25))]
-        layer.backend = "reference"
-        torch.testing.assert_close(torch.cat(parts, 1), layer(x), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("selector", "scoring"), [("compressed", "k_compressed"), ("learned", "selector")])
@@ -418,18 +385,6 @@ def test_a_prompt_in_chunks_runs_on_the_kernels_and_equals_the_whole(selector, c
             assert set(layer.routes.values()) == {"triton"}
         layer.backend = "reference"
         torch.testing.assert_close(torch.cat(parts, 1), layer(x), atol=1e-5, rtol=1e-5)
-
-
-def test_dense_layers_say_what_a_cached_call_ran_on():
-    layer = make(tercet.DenseAttention)
-    cache = layer.make_cache(1)
-    with torch.no_grad():
-        found = []
-        for tokens in (5, 3, 1):
-            layer(torch.randn(1, tokens, 16), cache=cache)
-            found.append(layer.routes["dense"])
-    assert found == ["sdpa", "reference", "triton"]
-    assert "they are on cpu" in str(found[1].reason)
 
 
 def test_rows_that_do_not_begin_at_one_place_go_to_the_reference_and_say_so():

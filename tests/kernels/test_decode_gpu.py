@@ -50,8 +50,7 @@ SHAPES = [(64, 4, 128, None), (12, 2, 64, None), (8, 8, 64, None), (6, 2, 96, No
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [(shape, torch.bfloat16) for shape in SHAPES]
-    + [(SHAPES[1], torch.float16), (SHAPES[5], torch.float16), (SHAPES[1], torch.float32), (SHAPES[5], torch.float32)],
+    [(shape, torch.bfloat16) for shape in SHAPES] + [(SHAPES[5], torch.float16), (SHAPES[1], torch.float32)],
     ids=str,
 )
 def test_steps_equal_the_reference(shape, dtype) -> None:
@@ -93,8 +92,9 @@ def test_steps_equal_the_reference_with_any_options(options) -> None:
     assert relative(found, stepped(layer, other, xs, "reference")) < 1e-5
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4, 8])
-@pytest.mark.parametrize(("size", "rotary"), [(32, 16), (64, 32), (32, 0), (40, 12), (256, 64)])
+@pytest.mark.parametrize(
+    ("groups", "size", "rotary"), [(1, 32, 16), (2, 64, 32), (4, 32, 0), (8, 40, 12), (2, 256, 64)]
+)
 def test_a_learned_selector_equals_the_reference(groups, size, rotary) -> None:
     options = {"selector": "learned", "selector_dim": size, "selector_rotary": rotary}
     layer = make(tercet.NativeSparseAttention, 16, groups, 64, dtype=torch.float32, **options)
@@ -109,55 +109,28 @@ def test_a_learned_selector_equals_the_reference(groups, size, rotary) -> None:
         assert relative(store[:, :-1], other._stores[name][:, :-1]) < 1e-5, name
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_rotated_selector_keeps_the_references_keys_in_half_precision(dtype) -> None:
-    layer = make(tercet.NativeSparseAttention, 16, 2, 64, dtype=dtype, **LEARNED)
-    tokens = torch.randn(2, 1056, 64, device="cuda", dtype=dtype)
-    caches = []
-    for backend in ("triton", "reference"):
-        cache = layer.make_cache(2, 1100)
-        layer.backend = backend
-        with torch.no_grad():
-            layer(tokens[:, :1000], cache=cache)
-        stepped(layer, cache, tokens[:, 1000:].unsqueeze(2).transpose(0, 1), backend)
-        caches.append(cache._stores["selector"][:, :1056])
-    assert relative(*caches) < LIMIT[dtype]
-    with torch.no_grad():
-        assert relative(caches[0], layer.selector(tokens, None)[1]) < LIMIT[dtype]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_dense_steps_equal_the_reference(dtype, monkeypatch) -> None:
-    layer = make(tercet.DenseAttention, 12, 2, 64, dtype=dtype)
-    cache = filled(layer, [0, 700, 9001], 9100)
-    other = copy.deepcopy(cache)
-    xs = torch.randn(3, 3, 1, 64, device="cuda", dtype=dtype)
-    found = stepped(layer, cache, xs, "")
-    monkeypatch.setattr("tercet.model.decode.why_not_token_kernels", lambda *_: "not now")
-    assert relative(found, stepped(layer, other, xs, "")) < LIMIT[dtype]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "dtype"),
     [
-        (tercet.WindowAttention, {"qk_norm": True}),
-        (tercet.BlockSparseAttention, {}),
-        (tercet.BlockSparseAttention, {"selector": "learned"}),
+        (tercet.DenseAttention, {}, torch.bfloat16),
+        (tercet.WindowAttention, {"qk_norm": True}, torch.float32),
+        (tercet.BlockSparseAttention, {}, torch.bfloat16),
+        (tercet.BlockSparseAttention, {"selector": "learned"}, torch.float32),
     ],
 )
-def test_steps_of_layers_with_one_branch_equal_the_reference(kind, options, dtype) -> None:
+def test_steps_of_other_forms_equal_the_reference(kind, options, dtype, monkeypatch) -> None:
     layer = make(kind, 12, 2, 64, dtype=dtype, **options)
     cache = filled(layer, [0, 700, 20001], 20100)
     other = copy.deepcopy(cache)
     xs = torch.randn(3, 3, 1, 64, device="cuda", dtype=dtype)
     found = stepped(layer, cache, xs, "triton")
+    monkeypatch.setattr("tercet.model.decode.why_not_token_kernels", lambda *_: "not now")
     assert relative(found, stepped(layer, other, xs, "reference")) < LIMIT[dtype]
     assert torch.equal(cache.reads, other.reads)
 
 
 @pytest.mark.parametrize("selector", ["compressed", "learned"])
-@pytest.mark.parametrize("tokens", [65536, 300_000, 1_000_000])
+@pytest.mark.parametrize("tokens", [65536, 1_000_000])
 def test_a_long_context_selects_as_exact_arithmetic_does(tokens: int, selector: str) -> None:
     layer = make(tercet.NativeSparseAttention, 16, 2, 64, selector=selector)
     cache = filled(layer, [tokens - 5], tokens)
@@ -182,15 +155,6 @@ def test_a_long_context_selects_as_exact_arithmetic_does(tokens: int, selector: 
         rest = scores[g, 1 : current - 1].clone()
         rest[torch.tensor(free, device="cuda") - 1] = 0
         assert float(scores[g, free].min()) >= float(rest.max()) * (1 - 1e-3)
-
-
-def test_equal_scores_take_the_lowest_index() -> None:
-    layer = make(tercet.NativeSparseAttention, 8, 2, 64, dtype=torch.float32)
-    cache = filled(layer, [20000], 20010)
-    cache._stores["k_compressed"].zero_()
-    stepped(layer, cache, torch.randn(1, 1, 1, 64, device="cuda"), "triton")
-    # block 0 is forced; all others that are whole have the same score
-    assert cache.block_indices[0, 0].tolist() == [*range(14), 311, 312]
 
 
 def test_rows_that_stand_still_keep_what_they_hold_and_nothing_waits() -> None:
@@ -225,15 +189,7 @@ def test_the_same_bits_every_time_and_from_poisoned_memory() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"branches": ("compressed", "window")},
-        {"branches": ("window",)},
-        {"shared_kv": True},
-        None,
-        LEARNED,
-        {"selector": "learned", "branches": ("selected", "window")},
-    ],
+    [{}, {"branches": ("window",)}, None, {"selector": "learned", "branches": ("selected", "window")}],
     ids=str,
 )
 def test_launches_that_overlap_write_the_same_bits(options, monkeypatch) -> None:
@@ -294,16 +250,6 @@ def test_a_graph_writes_what_reading_everything_again_writes(model) -> None:
     assert greedy(decoder, prompts, 24) == wanted
     assert greedy(CachedDecoder(model, 3, 400, graph=False), prompts, 24) == wanted
     assert greedy(CachedDecoder(model, 3, 400, chunk=64), prompts, 24) == wanted
-
-
-def test_generation_with_a_graph_ends_rows_where_generation_without_a_cache_does(model) -> None:
-    prompts = [[5, 9, 200], [(37 * i * i + 11) % 251 for i in range(90)], list(range(90, 40, -1))]
-    options = {"max_new_tokens": 20, "temperature": 0.9, "seed": 3, "top_k": 30, "repetition_penalty": 1.2}
-    end = tercet.generate(model, prompts, cache=False, **options)[1].tokens[7]
-    wanted = tercet.generate(model, prompts, cache=False, eos_id=end, **options)
-    found = tercet.generate(model, prompts, eos_id=end, **options)
-    assert [g.tokens for g in found] == [g.tokens for g in wanted]
-    assert {g.finished for g in found} == {g.finished for g in wanted}
 
 
 def test_a_full_cache_is_refused_in_a_graph_too(model) -> None:

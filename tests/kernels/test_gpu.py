@@ -46,10 +46,12 @@ def against_reference(x, found, dout, limit: float, **options) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "groups", "size"),
-    [(64, 4, 128), (12, 2, 64), (16, 1, 64), (4, 4, 64), (6, 3, 96), (8, 2, 128), (24, 2, 32), (3, 1, 128)],
+    ("heads", "groups", "size", "dtype"),
+    [
+        *((*sizes, torch.bfloat16) for sizes in ((64, 4, 128), (12, 2, 64), (4, 4, 64), (6, 3, 96), (3, 1, 128))),
+        *((*sizes, torch.float16) for sizes in ((16, 1, 64), (8, 2, 128), (24, 2, 32))),
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_any_heads(heads: int, groups: int, size: int, dtype: torch.dtype) -> None:
     x = leaves(Shape(1, 3001, heads, groups, size), dtype=dtype)
     dout = torch.randn(1, 3001, heads, size, device="cuda", dtype=dtype)
@@ -89,19 +91,6 @@ def test_a_bound_of_the_documents_lengths_changes_no_result(heads: int, groups: 
     errors |= {n: relative_error(g, w) for n, g, w in zip(NAMES, bounded[2], grads, strict=True)}
     assert max(errors.values()) < 5e-3, errors
     against_reference(x, bounded, dout, 1e-2, cu_seqlens=cu)
-
-
-def test_a_bound_of_the_documents_lengths_changes_nothing_in_dense_attention() -> None:
-    layer = tercet.DenseAttention(256, 4, 2, 64).to("cuda", torch.bfloat16)
-    hidden = torch.randn(1, 3000, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    cu = torch.tensor([0, 1000, 1001, 2024, 3000], dtype=torch.int32, device="cuda")
-    found = []
-    for bound in (None, 1023):
-        out = layer(hidden, cu, max_seqlen=bound)
-        assert layer.routes == {"dense": "varlen"}
-        found.append((out, torch.autograd.grad(out.float().square().sum(), hidden)[0]))
-    for bounded, wanted in zip(found[1], found[0], strict=True):
-        assert relative_error(bounded, wanted) < 1e-2
 
 
 def test_a_query_range_has_its_rows_of_the_whole_and_its_own_gradients() -> None:
@@ -155,19 +144,29 @@ def test_rows_and_selection_at_full_length(shape: Shape, kind: str) -> None:
     assert same >= 0.9995
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 8192, 64, 4, 128), Shape(4, 2048, 12, 2, 64)], ids=["P", "C"])
+# thousands of programs under way in each design of the selected branch: merging KV-major outputs once had a race that
+# shows only there
+SAME_BITS = [
+    Shape(1, 8192, 64, 4, 128),
+    Shape(4, 2048, 12, 2, 64),
+    Shape(8, 8192, 12, 2, 64),
+    Shape(2, 8192, 8, 2, 128),
+]
+
+
+@pytest.mark.parametrize("shape", SAME_BITS, ids=["P", "C", "8 of 8k", "2 of 8k, heads of 128"])
 def test_same_bits_every_time_and_under_poison(shape: Shape) -> None:
     x = leaves(shape)
     dout = torch.randn(shape.B, shape.T, shape.H, shape.D, device="cuda", dtype=torch.bfloat16)
     out, blocks, grads = both(x, dout)
-    again = both(x, dout)
+    again = [both(x, dout) for _ in range(3)]
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
     try:
         assert torch.empty(4, device="cuda").isnan().all()
         poisoned = both(x, dout)
     finally:
         torch.use_deterministic_algorithms(False)
-    for o, b, g in (again, poisoned):
+    for o, b, g in (*again, poisoned):
         assert torch.equal(o, out)
         assert torch.equal(b, blocks)
         assert all(torch.equal(p, q) for p, q in zip(g, grads, strict=True))
@@ -229,13 +228,6 @@ def test_checkpointing_keeps_the_selection() -> None:
     assert "tercet.nsa_select.default" in ran
     assert torch.equal(again, out)
     assert all(torch.equal(p, q) for p, q in zip(torch.autograd.grad(again, x, dout), grads, strict=True))
-
-
-def test_routes_say_that_the_kernels_ran() -> None:
-    x = leaves(Shape(1, 512, 12, 2, 64))
-    _, aux = tercet.nsa_attention(*x, config=CONFIG, return_aux=True)
-    assert set(aux.routes.values()) == {"triton"}
-    assert kernels.unsupported(*x[:7], config=CONFIG) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import replace
 from importlib import import_module
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,6 @@ from tercet.attention.kernels.varlen import Documents, compressed_bounds
 sel = import_module("tercet.attention.kernels.selected.launch")
 pytestmark = pytest.mark.interpreter
 BF16 = torch.bfloat16
-LATE = pytest.mark.parametrize("late", ["copies", "products"])
 
 
 @pytest.fixture(autouse=True)
@@ -59,14 +58,22 @@ def seen_compressed(cu, ccu, config):
 
 
 CONFIG = NSAConfig(window=100)
-CUTS = pytest.mark.parametrize("cu", [[0, 333], [0, 40, 41, 200, 333]], ids=["plain", "packed"])
-SIZES = pytest.mark.parametrize("size", [64, 96, 128], ids=["head 64", "head 96", "head 128"])
+PLAIN, PACKED = [0, 333], [0, 40, 41, 200, 333]
 
 
-@LATE
-@SIZES
-@CUTS
-@pytest.mark.parametrize("branch", ["compressed", "window"])
+def quick_and_slow(quick, every):
+    """The quick calls, and all others marked slow."""
+    return [*quick, *(pytest.param(*call, marks=pytest.mark.slow) for call in every if call not in quick)]
+
+
+BRANCHES = [  # every size, layout and late part once
+    ("compressed", PACKED, 64, "copies"), ("compressed", PLAIN, 96, "products"),
+    ("window", PACKED, 128, "products"), ("window", PLAIN, 64, "copies"),
+]  # fmt: skip
+ALL = product(("compressed", "window"), (PLAIN, PACKED), (64, 96, 128), ("copies", "products"))
+
+
+@pytest.mark.parametrize(("branch", "cu", "size", "late"), quick_and_slow(BRANCHES, ALL))
 def test_a_branch_equals_a_masked_softmax(branch, cu, size, late):
     T, H, G = cu[-1], 4, 2
     g = torch.Generator().manual_seed(0)
@@ -121,12 +128,23 @@ def test_no_constant_is_assigned_in_a_loop():
     assert loops == []
 
 
-@LATE
-@pytest.mark.parametrize("cu", [[0, 1200], [0, 40, 41, 1200]], ids=["plain", "packed"])
+SCORED = [
+    (3, 64, (32, 16, 64)),
+    (8, 64, (64, 16, 64)),
+    (1, 64, (16, 16, 32)),
+    (6, 128, (32, 16, 64)),
+    (5, 96, (32, 8, 64)),
+]
+ONE, SEVERAL = [0, 1200], [0, 40, 41, 1200]
+SCORES = [
+    (*SCORED[0], ONE, "copies"), (*SCORED[1], SEVERAL, "products"), (*SCORED[3], SEVERAL, "copies"),
+    (*SCORED[4], ONE, "products"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("heads", "size", "blocks"),
-    [(3, 64, (32, 16, 64)), (8, 64, (64, 16, 64)), (1, 64, (16, 16, 32)), (6, 128, (32, 16, 64)), (5, 96, (32, 8, 64))],
-    ids=str,
+    ("heads", "size", "blocks", "cu", "late"),
+    quick_and_slow(SCORES, [(*x, *rest) for x in SCORED for rest in product((ONE, SEVERAL), ("copies", "products"))]),
 )
 def test_scores_equal_the_sum_of_softmaxes_over_each_block(heads, size, blocks, cu, late, monkeypatch):
     T, G = cu[-1], 1
@@ -176,14 +194,16 @@ BLOCKS = NSAConfig(select_block=64, select_count=3, select_initial=1, select_loc
 BLOCKS_OF_32 = replace(BLOCKS, select_block=32, select_count=4, select_local=2)
 
 
-@pytest.mark.parametrize(
-    ("limit", "late"), [(-1.0, "copies"), (-1.0, "products"), (1e9, "products")], ids=["copies", "products", "union"]
-)
-@pytest.mark.parametrize(
-    ("size", "config"),
-    [(64, BLOCKS), (96, BLOCKS), (128, BLOCKS), (64, BLOCKS_OF_32)],
-    ids=["head 64", "head 96", "head 128", "blocks of 32"],
-)
+SCATTERED, UNION = -1.0, 1e9
+SELECTED = [(64, BLOCKS, SCATTERED, "copies"), (128, BLOCKS, SCATTERED, "products"), (96, BLOCKS, UNION, "products")]
+EVERY = [
+    (*of, *how)
+    for of in ((64, BLOCKS), (96, BLOCKS), (128, BLOCKS), (64, BLOCKS_OF_32))
+    for how in ((SCATTERED, "copies"), (SCATTERED, "products"), (UNION, "products"))
+]
+
+
+@pytest.mark.parametrize(("size", "config", "limit", "late"), quick_and_slow(SELECTED, EVERY))
 def test_the_selected_branch_equals_a_masked_softmax(size, config, limit, late, monkeypatch):
     """Scattered selections; with a high limit, dk and dv of unions."""
     poison_empty(monkeypatch)

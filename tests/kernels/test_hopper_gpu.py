@@ -81,26 +81,26 @@ def everything(
     return found
 
 
-@pytest.mark.parametrize("cuts", [[], [0, 20, 21, 500, 1531, 2048, 2100, 3001]], ids=["plain", "packed"])
-@pytest.mark.parametrize("changes", [{}, {"window": 40}], ids=["window 512", "window 40"])
-@pytest.mark.parametrize(("heads", "groups", "size"), [(12, 2, 64), (8, 2, 128), (3, 3, 64), (4, 2, 96)])
-def test_gluon_kernels_agree_with_tritons(heads: int, groups: int, size: int, changes, cuts: list[int]) -> None:
-    assert_alike(Shape(1, 3001, heads, groups, size), tercet.NSAConfig(**changes), cuts)
+CUTS, EMPTY = [0, 20, 21, 500, 1531, 2048, 2100, 3001], [0, 20, 500, 500, 1531, 3001]
+RANGE = {"first": 300, "queries": 257}
+CALLS = {
+    "plain": ((1, 3001, 12, 2, 64), 512, [], {}),
+    "plain, heads of 128": ((1, 3001, 8, 2, 128), 512, [], {}),
+    "packed": ((1, 3001, 12, 2, 64), 512, CUTS, {}),
+    "packed, heads of 96": ((1, 3001, 4, 2, 96), 512, CUTS, {}),
+    "one head per group, a window below a tile": ((1, 3001, 3, 3, 64), 40, CUTS, {}),
+    "heads of 128, a window below a tile": ((1, 3001, 8, 2, 128), 40, CUTS, {}),
+    "three sequences": ((3, 1001, 12, 2, 64), 512, [], {}),
+    "a query range": ((2, 1001, 12, 2, 64), 512, [], RANGE),
+    "a query range, heads of 96": ((2, 1001, 8, 2, 96), 512, [], RANGE),
+    "an empty document": ((1, 3001, 12, 2, 64), 512, EMPTY, {}),
+    "an empty document, heads of 128": ((1, 3001, 8, 2, 128), 512, EMPTY, {}),
+}
 
 
-@pytest.mark.parametrize("shape", [Shape(3, 1001, 12, 2, 64), Shape(2, 777, 8, 2, 128)], ids=str)
-def test_gluon_kernels_agree_with_tritons_on_several_sequences(shape: Shape) -> None:
-    assert_alike(shape, tercet.NSAConfig(), [])
-
-
-@pytest.mark.parametrize(("heads", "size"), [(12, 64), (8, 96), (8, 128)])
-def test_gluon_kernels_agree_with_tritons_on_a_query_range(heads: int, size: int) -> None:
-    assert_alike(Shape(2, 1001, heads, 2, size), tercet.NSAConfig(), [], first=300, queries=257)
-
-
-@pytest.mark.parametrize(("heads", "size"), [(12, 64), (8, 96), (8, 128)])
-def test_gluon_kernels_agree_with_tritons_around_an_empty_document(heads: int, size: int) -> None:
-    assert_alike(Shape(1, 3001, heads, 2, size), tercet.NSAConfig(), [0, 20, 500, 500, 1531, 3001])
+@pytest.mark.parametrize(("shape", "window", "cuts", "query_range"), CALLS.values(), ids=CALLS)
+def test_gluon_kernels_agree_with_tritons(shape, window: int, cuts: list[int], query_range: dict[str, int]) -> None:
+    assert_alike(Shape(*shape), tercet.NSAConfig(window=window), cuts, **query_range)
 
 
 @pytest.mark.parametrize("cuts", [[0, 4001], [0, 20, 21, 1500, 1531, 4001]], ids=["plain", "packed"])
@@ -133,13 +133,6 @@ def test_gluons_scores_equal_tritons(heads: int, groups: int, size: int, overlap
     assert len(found) > 10_000
     # a probability is cut to 17 bits: the last of them may differ
     assert ((found - wanted).abs() <= 2**-15 * wanted).all()
-
-
-def test_gluon_kernels_give_the_same_bits_again() -> None:
-    shape, config, cuts = Shape(1, 3001, 12, 2, 64), tercet.NSAConfig(), [0, 500, 3001]
-    first, again = everything(shape, config, cuts), everything(shape, config, cuts)
-    for kernel in first:
-        assert all(torch.equal(a, b) for a, b in zip(first[kernel], again[kernel], strict=True)), kernel
 
 
 @pytest.mark.parametrize("branch", ["compressed", "window"])

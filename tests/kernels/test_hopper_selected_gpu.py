@@ -110,18 +110,34 @@ def assert_close_to_triton(c, limit=SCATTERED, **changes) -> None:
         assert relative_error(a, b.float()) <= 2e-4, what
 
 
-@SIZES
-@pytest.mark.parametrize("cu", [PLAIN, ODD], ids=["plain", "packed"])
-@pytest.mark.parametrize(("heads", "groups"), [(12, 2), (6, 1), (3, 3), (7, 1), (64, 1)], ids=str)
-def test_scattered_selections_have_tritons_results(heads: int, groups: int, cu: list[int], size: int) -> None:
-    assert_close_to_triton(case(cu, heads, groups, size))
+RANGE = {"first": 300, "queries": 257}
+CALLS = {
+    "plain": {"cu": PLAIN, "heads": 12, "groups": 2},
+    "packed": {"cu": ODD, "heads": 12, "groups": 2, "size": 128},
+    "one group, fp16": {"cu": ODD, "heads": 7, "groups": 1, "size": 96, "dtype": FP16},
+    "64 heads": {"cu": ODD, "heads": 64, "groups": 1},
+    "one head per group": {"cu": PLAIN, "heads": 3, "groups": 3, "size": 128},
+    "three sequences": {"cu": [0, 701, 1402, 2103], "heads": 12, "groups": 2, "batch": 3},
+    "a bound": {"cu": ODD, "heads": 12, "groups": 2, "longest": 1024},
+    "blocks of 32": {"cu": ODD, "heads": 7, "groups": 1, "config": BLOCKS_OF_32},
+    "a query range": {"cu": [0, 20, 500, 500, 1531, 2001], "heads": 12, "groups": 2, **RANGE},
+    "a query range of two": {"cu": [0, 1001, 2002], "heads": 12, "groups": 2, "size": 128, "batch": 2, **RANGE},
+    "short ranges": {"cu": ODD, "heads": 12, "groups": 2, "range_bytes": 1 << 20},
+    "short pieces": {"cu": ODD, "heads": 12, "groups": 2, "size": 128, "segment_rows": 384},
+}
 
 
-@SIZES
-@pytest.mark.parametrize("changes", [{"range_bytes": 1 << 20}, {"segment_rows": 384}], ids=["ranges", "short pieces"])
-def test_scattered_selections_have_tritons_results_however_lists_are_cut(changes, size: int) -> None:
-    assert_close_to_triton(case(ODD, 12, 2, size), **changes)
-    assert_close_to_triton(case([0, 1001, 2002], 12, 2, size, batch=2, first=300, queries=257, dtype=FP16), **changes)
+def split(call):
+    """The case, and the changed settings."""
+    changed = {"range_bytes", "segment_rows"} & call.keys()
+    made = case(**{name: value for name, value in call.items() if name not in changed})
+    return made, {name: call[name] for name in changed}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_scattered_selections_have_tritons_results(call) -> None:
+    made, changes = split(call)
+    assert_close_to_triton(made, **changes)
 
 
 def assert_as_triton(c, limit=UNION, **changes) -> None:
@@ -132,26 +148,10 @@ def assert_as_triton(c, limit=UNION, **changes) -> None:
     assert_same_bits(found, wanted)
 
 
-@SIZES
-@pytest.mark.parametrize("cu", [PLAIN, ODD], ids=["plain", "packed"])
-@pytest.mark.parametrize(("heads", "groups"), [(12, 2), (6, 1), (3, 3), (7, 1), (64, 1)], ids=str)
-def test_the_gluon_kernel_gives_tritons_bits(heads: int, groups: int, cu: list[int], size: int) -> None:
-    assert_as_triton(case(cu, heads, groups, size))
-
-
-@SIZES
-@pytest.mark.parametrize("cu", [PLAIN, ODD], ids=["plain", "packed"])
-def test_the_gluon_kernel_gives_tritons_bits_in_half_precision(cu: list[int], size: int) -> None:
-    assert_as_triton(case(cu, 12, 2, size, dtype=FP16))
-
-
-@SIZES
-def test_the_gluon_kernel_gives_tritons_bits_on_several_sequences(size: int) -> None:
-    assert_as_triton(case([0, 701, 1402, 2103], 12, 2, size, batch=3))
-
-
-def test_the_gluon_kernel_gives_tritons_bits_on_documents_with_a_bound() -> None:
-    assert_as_triton(case(ODD, 12, 2, longest=1024))
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_the_gluon_kernel_gives_tritons_bits(call) -> None:
+    made, changes = split(call)
+    assert_as_triton(made, **changes)
 
 
 @SIZES
@@ -162,23 +162,6 @@ def test_the_device_may_decide_which_ranges_are_scattered(changes, size: int) ->
     settings = replace(settings_of(c), forward_limit=1e9, backward_limit=DECIDED, **changes)
     decision = sel.selected_forward(c.q, c.k, c.v, c.indices, CONFIG, c.documents, settings)[2].decision
     assert (decision[1] == 0).any()  # and so the kernel had work
-
-
-@SIZES
-@pytest.mark.parametrize("changes", [{"range_bytes": 1 << 20}, {"segment_rows": 384}], ids=["ranges", "short pieces"])
-@pytest.mark.parametrize("cu", [PLAIN, ODD], ids=["plain", "packed"])
-def test_the_gluon_kernel_gives_tritons_bits_however_lists_are_cut(cu: list[int], changes, size: int) -> None:
-    assert_as_triton(case(cu, 12, 2, size), **changes)
-
-
-@SIZES
-@pytest.mark.parametrize(
-    ("cu", "batch"), [([0, 1001, 2002], 2), ([0, 20, 500, 500, 1531, 2001], 1)], ids=["plain", "packed"]
-)
-def test_the_gluon_kernel_gives_tritons_bits_on_a_query_range(cu: list[int], batch: int, size: int) -> None:
-    c = case(cu, 12, 2, size, batch=batch, first=300, queries=257)
-    assert_as_triton(c)
-    assert_close_to_triton(c, DECIDED)
 
 
 @pytest.mark.parametrize("wider", [8, 768], ids=["8 more", "768 more"])
@@ -229,14 +212,6 @@ def test_what_the_gluon_kernel_cannot_address_is_left_to_triton() -> None:
         assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("cu", [PLAIN, ODD], ids=["plain", "packed"])
-@pytest.mark.parametrize(("heads", "groups"), [(12, 2), (7, 1)], ids=str)
-def test_blocks_of_32_have_tritons_results(heads: int, groups: int, cu: list[int]) -> None:
-    c = case(cu, heads, groups, config=BLOCKS_OF_32)
-    assert_close_to_triton(c)
-    assert_as_triton(c)
-
-
 @pytest.mark.parametrize("limit", [UNION, SCATTERED], ids=["union", "scattered"])
 @pytest.mark.parametrize(
     ("size", "config"),
@@ -268,19 +243,3 @@ def test_the_gluon_kernel_gives_the_same_bits_again_whatever_memory_held(limit: 
 
     monkeypatch.setattr(torch, "empty", poisoned)
     assert_same_bits(first, run(c, limit, range_bytes=1 << 20)[0])
-
-
-def test_the_gluon_kernel_waits_for_nothing_and_replays_in_a_graph() -> None:
-    c = case(ODD, 12, 2, seed=2)
-    eager, _ = run(c)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run(c)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured, launched = run(c)
-    graph.replay()
-    assert GLUON in launched
-    assert_same_bits(captured, eager)

@@ -97,7 +97,7 @@ def test_the_outputs_of_a_prompts_projections_are_freed_before_attention(monkeyp
 
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [90, *(pytest.param(n, marks=pytest.mark.slow) for n in (80, 100))])
 def test_it_compiles_without_spills(capability: int) -> None:
     x, angles = torch.empty(1, 100, 4, 32, dtype=torch.bfloat16), [torch.empty(100, 1, 8)] * 2
     with compiling(capability) as found:

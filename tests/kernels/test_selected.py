@@ -103,14 +103,13 @@ def test_other_shapes_equal_a_masked_softmax(name, limit):
 LARGE = NSAConfig(16, 16, 32, select_count=3, select_initial=1, select_local=1, window=16)
 
 
-@DESIGNS
 @pytest.mark.parametrize(
-    "large",
+    ("large", "limit"),
     [
-        case([0, 150], 2, 1, 16, 16, LARGE, seed=14),
-        case([0, 1, 1, 50, 150, 190], 2, 1, 16, 16, LARGE, packed=True, seed=15),
-        case([0, 110, 220], 3, 1, 16, 16, LARGE, batch=2, seed=16, query_range=(35, 90)),
-        case([0, 104], 2, 1, 16, 16, LARGE, seed=17, forced=False),
+        (case([0, 150], 2, 1, 16, 16, LARGE, seed=14), UNION),
+        (case([0, 1, 1, 50, 150, 190], 2, 1, 16, 16, LARGE, packed=True, seed=15), KV_MAJOR),
+        (case([0, 110, 220], 3, 1, 16, 16, LARGE, batch=2, seed=16, query_range=(35, 90)), KV_MAJOR),
+        (case([0, 104], 2, 1, 16, 16, LARGE, seed=17, forced=False), UNION),
     ],
     ids=["plain", "packed", "query range", "without forced blocks"],
 )

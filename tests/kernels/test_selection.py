@@ -18,7 +18,6 @@ from tercet.attention.kernels.launch import LOG2E
 from tercet.attention.kernels.scores import choose, largest, select
 from tercet.attention.kernels.varlen import Documents, compressed_bounds
 from tercet.attention.layout import KernelLayout, Packing, Span
-from tercet.bench import attention
 
 pytestmark = pytest.mark.interpreter
 
@@ -179,11 +178,3 @@ def test_order_holds_far_below_the_largest_probability(dtype: torch.dtype, top: 
     scores = Scores(logits, lse.view(1, 1, 1))
     decode_select(scores, indices, torch.tensor([319]), None, counter, 1, 20, cfg)
     assert indices[0, 0].tolist() == [0, 5, 17, 18, 19]
-
-
-def test_the_benchmarks_choice_pass_is_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_backend", lambda: "triton")
-    shape, cfg = attention.Shape(1, 90, 2, 1, 16), config()
-    x = attention.make_inputs(shape, cfg, "random", 0.0, dtype=torch.float32, device="cpu")
-    _, aux = tercet.nsa_attention(*x, config=cfg, backend="triton", return_aux=True)
-    assert torch.equal(attention.choice_pass(x, cfg)(), aux.block_indices)
