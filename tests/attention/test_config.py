@@ -37,17 +37,10 @@ REFUSED = [
     ({"select_initial": -1}, ["select_initial=-1", "0"]),
     ({"select_local": 0}, ["select_local=0", "1"]),
     ({"select_count": 2}, ["select_count=2", "select_initial", "select_local", "3"]),
-    ({"select_count": 5, "select_initial": 4}, ["select_count=5", "select_initial", "select_local", "6"]),
     ({"window": 0}, ["window=0", "1"]),
-    ({"window": -7}, ["window=-7", "1"]),
-    ({"compress_block": 0}, ["compress_block=0", "1"]),
     ({"compress_stride": 0}, ["compress_stride=0", "1"]),
-    ({"select_block": 0}, ["select_block=0", "1"]),
-    ({"compress_stride": -16}, ["compress_stride=-16", "1"]),
     ({"window": 512.0}, ["window=512.0", "integer"]),
-    ({"window": "512"}, ["window='512'", "integer"]),
     ({"select_initial": True}, ["select_initial=True", "integer"]),
-    ({"select_count": None}, ["select_count=None", "integer"]),
 ]
 
 
@@ -77,18 +70,6 @@ def test_an_invalid_config_raises_one_line_with_field_value_and_rule(changes, wo
 def test_configs_at_the_limits_are_accepted(changes):
     cfg = tercet.NSAConfig(**changes)
     assert all(getattr(cfg, name) == value for name, value in changes.items())
-
-
-def test_an_unknown_field_is_rejected():
-    with pytest.raises(TypeError, match="windw"):
-        tercet.NSAConfig(windw=3)
-
-
-def test_the_default_block_arithmetic():
-    cfg = tercet.NSAConfig()
-    assert [cfg.num_visible(t) for t in (0, 30, 31, 46, 47, 63, 2047)] == [0, 0, 1, 1, 2, 3, 127]
-    assert [cfg.num_compressed(n) for n in (1, 31, 32, 47, 48, 64, 2048)] == [0, 0, 1, 1, 2, 3, 127]
-    assert [cfg.num_blocks(n) for n in (1, 64, 65, 2048, 2049)] == [1, 1, 2, 32, 33]
 
 
 @given(cfg=configs(), length=st.integers(1, 90))

@@ -10,7 +10,7 @@ from torch.autograd import gradcheck
 
 import oracle
 import tercet
-from cases import Case, attend, cases, chosen, compressed_length, config, cu, inputs, judge, wrong_sets
+from cases import Case, attend, cases, chosen, config, cu, inputs, judge, wrong_sets
 
 CFG = config(compress_block=2, compress_stride=1, select_block=2, select_count=3, select_local=1, window=3)
 
@@ -19,7 +19,7 @@ def close(actual: torch.Tensor, expected: np.ndarray) -> None:
     torch.testing.assert_close(actual, torch.from_numpy(expected), rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(case=cases())
 def test_the_stages_equal_the_oracle_branch_by_branch(case: Case):
     x, cfg, bounds = case.x, case.cfg, cu(case.documents)
@@ -34,7 +34,7 @@ def test_the_stages_equal_the_oracle_branch_by_branch(case: Case):
     close(tercet.combine(x.gates, compressed, selected, window), answer.out)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(case=cases())
 def test_scores_equal_the_oracle_and_select_blocks_selects_from_them(case: Case):
     x, cfg, bounds = case.x, case.cfg, cu(case.documents)
@@ -102,7 +102,7 @@ def test_gradcheck_of_combine():
     assert gradcheck(tercet.combine, (gates, *parts))
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(case=cases())
 def test_compress_mean_is_the_mean_of_each_block(case: Case):
     bounds = cu(case.documents)
@@ -166,12 +166,3 @@ def test_omitting_a_branch_equals_a_zero_gate_and_keeps_the_selection(left_out: 
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     if left_out != "selected":
         assert torch.equal(aux.block_indices, whole.block_indices)
-
-
-def test_an_empty_compressed_branch_has_the_shape_of_the_others():
-    cfg = config()
-    x = inputs(cfg, 2)
-    assert compressed_length(2, cfg) == 0
-    out, indices = tercet.compressed_attention(x.q, x.kc, x.vc, config=cfg)
-    assert torch.equal(out, torch.zeros(1, 2, 4, 6, dtype=torch.float64))
-    assert [chosen(indices, 0, t, 0) for t in range(2)] == [[0], [0]]

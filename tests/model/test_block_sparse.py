@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import layer_oracle
@@ -68,41 +64,6 @@ def test_a_layer_has_the_weights_of_a_dense_one_and_its_results_below_dense_belo
     torch.testing.assert_close(layer(x[:, :30]), dense(x[:, :30]))
     assert layer.routes == {"dense": "sdpa" if backend == "auto" else "reference"}
     assert not torch.allclose(layer(x)[:, 30:], dense(x)[:, 30:])
-
-
-@settings(max_examples=12)
-@given(data=st.data(), dense_below=st.sampled_from([0, 25]), learned=st.booleans())
-def test_any_chunking_equals_the_whole_sequence(data: st.DataObject, dense_below: int, learned: bool):
-    torch.manual_seed(0)
-    learned_or_not = "learned" if learned else "compressed"
-    layer = make(dense_below=dense_below, selector=learned_or_not, selector_dim=6, selector_rotary=4)
-    x = torch.randn(2, 50, 12, dtype=torch.float64)
-    cuts = sorted(data.draw(st.lists(st.integers(1, 49), max_size=6, unique=True)))
-    cache = layer.make_cache(2, None if data.draw(st.booleans()) else 50)
-    parts = [layer(x[:, a:b], cache=cache) for a, b in itertools.pairwise([0, *cuts, 50])]
-    torch.testing.assert_close(torch.cat(parts, 1), layer(x), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("selector", ["compressed", "learned"])
-def test_rows_of_different_lengths_decode_as_if_alone(selector: str):
-    layer = make(dense_below=20, selector=selector, selector_dim=6, selector_rotary=4)
-    x = torch.randn(2, 40, 12, dtype=torch.float64)
-    whole = layer(x)
-    cache = layer.make_cache(2)
-    layer(x[:, :30], cache=cache, lengths=torch.tensor([30, 17]))
-    for step in range(10):
-        tokens = torch.stack((x[0, 30 + step], x[1, 17 + step]))[:, None]
-        y = layer(tokens, cache=cache)
-        torch.testing.assert_close(y[0, 0], whole[0, 30 + step], rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(y[1, 0], whole[1, 17 + step], rtol=1e-9, atol=1e-9)
-
-
-def test_a_row_may_pause_at_the_end_of_the_cache():
-    layer, x = make(), torch.randn(2, 40, 12, dtype=torch.float64)
-    cache = layer.make_cache(2, 40)
-    layer(x, cache=cache, lengths=torch.tensor([20, 40]))
-    y = layer(torch.cat((x[:1, 20:], x[1:, :20])), cache=cache, lengths=torch.tensor([20, 0]))
-    torch.testing.assert_close(y[:1], layer(x[:1])[:, 20:], rtol=1e-9, atol=1e-9)
 
 
 def test_a_decode_step_reads_block_keys_and_selected_tokens():

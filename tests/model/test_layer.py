@@ -15,8 +15,9 @@ import tercet
 from cases import config, cu
 from oracle import causal_attention, rope
 from tercet.attention import dense
+from tercet.attention.config import BRANCHES
 from tercet.attention.dense import dense_route
-from tercet.attention.layout import Packing, Span
+from tercet.attention.layout import Packing
 from tercet.attention.stages import compression_blocks
 from tercet.model.attention import Attention
 from tercet.model.config import NSA_ONLY
@@ -58,7 +59,6 @@ OPTIONS = [
     {"compress_selected_keys": True, "qk_norm": True, "bias": True, "value_dim": 7},
     AS_M7C,
     {"value_dim": 7},
-    {"value_dim": 2, "heads": 6, "kv_heads": 2},
     {"heads": 3, "kv_heads": 3},
     {"heads": 5, "kv_heads": 1},
     {"bias": True},
@@ -81,7 +81,7 @@ def test_the_layer_with_packed_documents_equals_its_oracle(options):
     assert_equals_oracle(make(**options), sequence(29), cu(documents))
 
 
-@pytest.mark.parametrize(("theta", "scaling"), [(10000.0, 1.0), (50.0, 1.0), (10000.0, 4.0), (500.0, 2.5)])
+@pytest.mark.parametrize(("theta", "scaling"), [(50.0, 1.0), (500.0, 2.5)])
 def test_rope_theta_and_position_scaling_apply_to_all_branches_alike(theta: float, scaling: float):
     layer = make(rope_theta=theta, rope_scaling=scaling)
     assert_equals_oracle(layer, sequence(29), theta=theta, scaling=scaling)
@@ -106,11 +106,15 @@ def test_the_compressed_key_is_rotated_once_at_the_position_of_its_last_token():
     assert (layer(x).detach() - torch.from_numpy(wrong)).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("branches", [
-    ("compressed",), ("selected",), ("window",), ("compressed", "selected"), ("compressed", "window"),
-    ("selected", "window"),
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+@pytest.mark.parametrize(
+    ("branches", "gate"),
+    [
+        *(((branch,), "sigmoid") for branch in BRANCHES),
+        (("compressed", "selected"), "sigmoid"),
+        (("compressed", "window"), "softmax"),
+        (("selected", "window"), "softmax"),
+    ],
+)
 def test_branches_can_be_omitted(branches, gate):
     assert_equals_oracle(make(branches=branches, gate=gate), sequence(33))
 
@@ -128,13 +132,6 @@ def test_a_layer_that_reads_no_compressed_tokens_has_no_parameters_for_them():
     assert not any(name.startswith("compress") for name, _ in layer.named_parameters())
     assert layer.kv_proj.out_features == 2 * 2 * (2 * 4)  # two sets of keys and values
     assert_equals_oracle(layer, x)
-
-
-def test_unknown_and_empty_branches_are_rejected():
-    with pytest.raises(ValueError, match="windw"):
-        make(branches=("windw",))
-    with pytest.raises(ValueError, match="branches"):
-        make(branches=())
 
 
 def test_dense_attention_is_full_causal_attention():
@@ -180,10 +177,6 @@ def test_mlp_compression_starts_as_the_mean_and_learns():
     assert not torch.allclose(mlp.compress_k(torch.ones(1, 8, 2, 4).double()), torch.ones(1, 3, 2, 4).double())
 
 
-def test_shared_kv_has_one_projection_instead_of_three():
-    assert make(shared_kv=True).kv_proj.out_features * 3 == make(shared_kv=False).kv_proj.out_features
-
-
 def test_compress_selected_keys_drops_the_compressed_key_projection():
     layer = make(compress_selected_keys=True)
     assert make().kv_proj.out_features - layer.kv_proj.out_features == layer.kv_heads * layer.head_dim
@@ -204,16 +197,6 @@ def test_keys_that_several_branches_share_are_normalised_once(options):
         norm.register_forward_hook(lambda norm, *_: calls.append(norm))
     layer(sequence(29))
     assert calls == list(layer.k_norms)
-
-
-@pytest.mark.parametrize("branches", [tercet.attention.config.BRANCHES, ("selected", "window")], ids=len)
-@pytest.mark.parametrize("selector", ["compressed", "learned"])
-def test_shared_keys_are_those_that_are_compressed(selector, branches):
-    options = {"shared_kv": True, "selector": selector, "branches": branches}
-    found, wanted = make(compress_selected_keys=True, **options), make(**options)
-    found.load_state_dict(wanted.state_dict())
-    x = sequence(61)
-    assert torch.equal(found(x), wanted(x))
 
 
 # --- laws ---
@@ -254,7 +237,7 @@ def test_every_parameter_gets_a_finite_gradient_even_without_compressed_tokens()
 
 
 # 240 tokens are 60 blocks, of which a query reads 4, and 40 windows.
-@pytest.mark.parametrize("t", [0, 3, 4, 7, 100, 121, 238])
+@pytest.mark.parametrize("t", [0, 4, 7, 121, 238])
 @pytest.mark.parametrize("options", [{}, {"shared_kv": True, "gate": "softmax", "qk_norm": True}], ids=str)
 def test_the_future_changes_no_output(t: int, options):
     layer = make(**options)
@@ -290,12 +273,11 @@ def test_autocast_stays_close_to_full_precision():
 @pytest.mark.parametrize(("options", "words"), [
     ({"heads": 12, "kv_heads": 5}, ["heads=12", "kv_heads=5", "1, 2, 3, 4, 6, 12"]),
     ({"head_dim": 5}, ["head_dim=5"]),
+    ({"branches": ("windw",)}, ["windw"]),
+    ({"branches": ()}, ["branches"]),
     ({"gate": "tanh"}, ["gate", "tanh", "sigmoid", "softmax"]),
     ({"compression": "max"}, ["compression", "max", "mlp", "mean"]),
     ({"backend": "cuda"}, ["backend", "cuda", "auto", "reference", "triton"]),
-    ({"rope_scaling": 0.0}, ["rope_scaling", "0.0"]),
-    ({"rope_max_wavelength": -1.0}, ["rope_max_wavelength", "-1.0"]),
-    ({"rope_theta": -1.0}, ["rope_theta", "-1.0"]),
     ({"value_dim": 0}, ["value_dim=0"]),
     ({"dim": 0}, ["dim=0"]),
 ], ids=lambda v: str(v) if isinstance(v, dict) else "")  # fmt: skip
@@ -317,25 +299,6 @@ def test_a_wrong_input_shape_raises_a_one_line_error(x, words):
     assert "\n" not in str(refused.value)
     for word in words:
         assert word in str(refused.value), str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"shared_kv": True}, {"compress_selected_keys": True}, {"bias": True, "value_dim": 7}], ids=str
-)
-def test_output_is_the_same_with_and_without_gradients(options):
-    """With gradients, the projections are computed by other matmuls."""
-    layer, x = make(**options), sequence(29, batch=2)
-    with torch.no_grad():
-        expected = layer(x)
-    torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("tokens", [3, 8, 9, 29, 64])
-def test_compressing_chunks_equals_compressing_blocks(tokens: int):
-    layer = make()
-    x = torch.randn(2, tokens, 2, 4, dtype=torch.float64)
-    blocks = compression_blocks(x, CFG)
-    torch.testing.assert_close(layer.compress_k(x), layer.compress_k.phi(blocks), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("documents", [(29,), (11, 2, 25, 1), (1, 13, 3, 0, 12), (3, 3, 3)], ids=str)
@@ -375,20 +338,6 @@ def test_dense_attention_ignores_nsa_arguments_and_rejects_unknown_ones():
             DenseAttention(12, 4, 2, 4, **{unknown: None})
 
 
-def test_dense_attention_reports_its_route_and_reason():
-    layer = DenseAttention(12, 4, 2, 4)
-    x = torch.randn(1, 20, 12)
-    layer(x)
-    assert layer.routes == {"dense": "sdpa"}
-    packing = Packing(cu((5, 15)), 20, 0, CFG)
-    layer(x, packing)
-    assert layer.routes == {"dense": "sdpa"}
-    packing.bounds = None  # as on a device
-    layer(x, packing)
-    assert layer.routes == {"dense": "reference"}
-    assert "bf16 or fp16 with Dk = Dv: here float32, Dk=4 and Dv=4" in layer.routes["dense"].reason
-
-
 def test_varlen_attn_gets_the_bound_on_document_length(monkeypatch):
     dense._varlen_options()  # cache those of the real function
     lengths = []
@@ -408,11 +357,6 @@ def test_a_single_token_is_not_given_to_cudnn_which_has_no_kernel_for_it():
     with FakeTensorMode():
         q = torch.empty(1, 1, 4, 64, dtype=torch.bfloat16, device="cuda")
     assert dense_route(q, q) == ("sdpa", None)
-
-
-def test_a_query_range_of_dense_attention_runs_on_the_reference():
-    q = torch.randn(1, 4, 4, 4)
-    assert dense_route(q, q, None, Span(4, 0))[0] == "reference"
 
 
 def test_hooks_on_all_modules_see_the_projections():

@@ -87,24 +87,6 @@ def test_every_statistic_equals_a_count_by_loops(documents):
     assert stats.read() == pytest.approx(expected, rel=1e-5)
 
 
-def test_statistics_of_a_small_example():
-    """8 tokens, blocks of 4, one group. The first four tokens read block 0, the others blocks 0 and 1."""
-    indices = torch.full((1, 8, 1, CFG.select_count), -1, dtype=torch.int32)
-    indices[..., 0] = 0
-    indices[0, 4:, 0, 1] = 1
-    gates = torch.tensor([0.2, 0.2, 0.6]).expand(1, 8, 2, 3)
-    stats = counting()
-    stats.update(gates, indices)
-    read = stats.read()
-    assert read["selected_blocks"] == pytest.approx((4 * 1 + 4 * 2) / 8)
-    assert read["selected_distance"] == pytest.approx(4 / 12)
-    assert read["selected_forced"] == 1.0
-    assert "selected_overlap" not in read  # every block fits in: nobody chose anything
-    assert read["gate_max_share"] == pytest.approx(0.6)
-    assert read["gate_entropy"] == pytest.approx(-0.4 * math.log(0.2) - 0.6 * math.log(0.6))
-    assert read["gate_collapse"] == 0.0
-
-
 def test_overlap_counts_freely_selected_blocks_only():
     """One initial block and two local ones are forced, n - 3 chosen. From block n on there is a choice."""
     n, block = CFG.select_count, CFG.select_block

@@ -74,13 +74,6 @@ def test_packed_documents_equal_documents_one_by_one(kind):
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-9, atol=1e-10)
 
 
-def test_attention_can_differ_per_layer():
-    for attention in ("dense,nsa,window", ("dense", "nsa", "window")):
-        model = Transformer(small(attention))
-        names = [type(layer).__name__ for layer in model.attention_layers()]
-        assert names == ["DenseAttention", "NativeSparseAttention", "WindowAttention"]
-
-
 @pytest.mark.parametrize(
     "changes",
     [{"attention": "dense"}, {"attention": "window"}, {"shared_kv": True}, {"gate": "none", "selector": "learned"},
@@ -215,19 +208,18 @@ def learner(kind="nsa") -> Transformer:
     return Transformer(small(kind, layers=2, vocab_size=16, init_std=0.1))
 
 
-@pytest.mark.parametrize("kind", ["nsa", "dense"])
+@pytest.mark.parametrize("kind", ["nsa", pytest.param("dense", marks=pytest.mark.slow)])
 def test_noise_cannot_be_learned_and_counting_can(kind):
     assert train_on(noise(), learner(kind), shift=1) > math.log(16) - 0.03
     assert train_on(counting(), learner(kind), shift=1) < 0.3
 
 
 def test_unshifted_labels_would_be_caught():
-    assert train_on(noise(), learner(), shift=0) < math.log(16) - 1
+    assert train_on(noise(), learner("dense"), shift=0) < math.log(16) - 1
 
 
-@pytest.mark.parametrize("kind", ["nsa", "dense"])
-def test_a_leak_of_the_next_token_would_be_caught(kind, monkeypatch):
-    model = learner(kind)
+def test_a_leak_of_the_next_token_would_be_caught(monkeypatch):
+    model = learner("dense")
     for layer in model.attention_layers():
         honest = layer.forward
 

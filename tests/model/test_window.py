@@ -64,54 +64,12 @@ def test_packed_documents_equal_a_loop_over_keys():
     torch.testing.assert_close(packed, looped(layer, x, bounds), **CLOSE_TO_ORACLE)
 
 
-def test_gradients_equal_those_of_attention_under_a_window_mask():
-    layer = make()
-    x = torch.randn(1, 40, 12, dtype=torch.float64, requires_grad=True)
-    dout = torch.randn(1, 40, 12, dtype=torch.float64)
-    q, _, keys, values = layer.project(x, None)
-    k, v = (y["window"].repeat_interleave(2, dim=2).transpose(1, 2) for y in (keys, values))
-    t = torch.arange(40)
-    back = t[:, None] - t
-    mask = (back >= 0) & (back < CFG.window)
-    out = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask)
-    wanted = layer.o_proj(out.transpose(1, 2).flatten(2))
-    inputs = (x, *layer.parameters())
-    for found, expected in zip(
-        torch.autograd.grad(layer(x), inputs, dout), torch.autograd.grad(wanted, inputs, dout), strict=True
-    ):
-        torch.testing.assert_close(found, expected, **CLOSE)
-
-
 def test_it_has_the_parameters_of_a_dense_layer_and_no_others():
     dense = tercet.DenseAttention(dim=12, heads=4, kv_heads=2, head_dim=4, qk_norm=True)
     window = tercet.WindowAttention(dim=12, heads=4, kv_heads=2, head_dim=4, qk_norm=True)
     assert {name: p.shape for name, p in window.state_dict().items()} == {
         name: p.shape for name, p in dense.state_dict().items()
     }
-
-
-@pytest.mark.parametrize("sizes", [[1] * 47, [30, *[1] * 17], [5, 20, 1, 21], [1, 46]], ids=str)
-def test_any_chunking_equals_the_whole_sequence(sizes):
-    layer = make(qk_norm=True)
-    x = torch.randn(2, 47, 12, dtype=torch.float64)
-    cache = layer.make_cache(2)
-    with torch.no_grad():
-        parts = [layer(part, cache=cache) for part in x.split(sizes, 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), layer(x), **CLOSE)
-    if sizes[-1] == 1:
-        assert cache.reads.tolist() == [[[CFG.window] * 2]] * 2
-
-
-def test_rows_of_different_lengths_equal_rows_alone():
-    layer, lengths = make(), [5, 31]
-    x = torch.randn(2, 40, 12, dtype=torch.float64)
-    cache = layer.make_cache(2)
-    with torch.no_grad():
-        layer(x[:, :31], cache=cache, lengths=torch.tensor(lengths))
-        rest = torch.stack([x[row, n : n + 9] for row, n in enumerate(lengths)])
-        found = torch.cat([layer(part, cache=cache) for part in rest.split([4, 1, 4], 1)], 1)
-    for row, n in enumerate(lengths):
-        torch.testing.assert_close(found[row], layer(x[row : row + 1, : n + 9])[0, n:], **CLOSE)
 
 
 def test_the_cache_does_not_grow_with_the_sequence():
