@@ -366,7 +366,7 @@ def test_train_hands_config_origins_and_resume_to_the_trainer(capsys, monkeypatc
     code, _, _ = run(capsys, "train", "--preset", "tiny", "--train.steps", "12", "--run.dir", "x", "--resume", "auto")
     ((config, origins, resume),) = calls
     assert (code, resume, config.train.steps, config.run.dir) == (3, "auto", 12, "x")
-    assert (origins["train.steps"], origins["model.dim"], origins["train.eps"]) == ("flag", "preset tiny", "default")
+    assert (origins["train.steps"], origins["model.dim"], origins["train.betas"]) == ("flag", "preset tiny", "default")
 
 
 def test_a_resumed_run_uses_its_own_configuration(capsys, monkeypatch, tmp_path):

@@ -371,6 +371,8 @@ def _load(options: type[Sources], arguments: list[str], command: str, about: str
         raise _usage(_no_configuration(own.resume, overrides.get("run.dir")))
     launched = _launch_layers(own, overrides) if command == "train" else []
     loaded = merge([*layers, *launched, Layer("flag", overrides)])
+    for note in loaded.notes if os.environ.get("LOCAL_RANK", "0") == "0" else ():
+        print(f"note: {printable(note)}", file=sys.stderr)
     # Only a run fetches a tokenizer from the Hub.
     if command == "train" or Path(loaded.config.data.tokenizer).expanduser().exists():
         from tercet.data.tokenizers import fit_vocabulary

@@ -30,7 +30,7 @@ def test_later_layers_win_and_origins_are_recorded(tmp_path):
         "model.nsa.window": f"file {file}",
         "train.warmup_steps": "preset m7c",
     }
-    assert loaded.origins["train.eps"] == "default"
+    assert loaded.origins["train.betas"] == "default"
     assert set(loaded.origins) == set(all_keys())
 
 
@@ -148,7 +148,7 @@ def test_none_in_a_file_resets_an_optional_value(tmp_path):
         ("[model.nsa]\nwindow = 0\n", r"window=0 must be at least 1"),
         ("[model.nsa]\ncompress_stride = 7\n", r"compress_stride=7 does not divide compress_block=32"),
         ("[parallel]\nworld_size = 2\n", r"world_size=2 with strategy=single: pick ddp or fsdp"),
-        ("[parallel]\nbucket_mb = 50\n", r"bucket_mb=50.0 is not used by strategy=single: drop it, or pick ddp"),
+        ("[parallel]\nshard_ranks = 2\n", r"shard_ranks=2 is not used by strategy=single: drop it, or pick hsdp"),
         ("[train]\nlr = 1e-3\nlr = 2\n", r"mine.toml is not valid TOML: .*line 3"),
         ("train.steps = " + "9" * 30, r"train.steps is an integer of 30 digits: it must fit in 64 bits"),
         ("data.mixture = [1]", r"data.mixture=\[1\] \(file"),

@@ -59,19 +59,14 @@ def test_a_distributed_strategy_in_one_process_is_refused_with_the_torchrun_comm
 
 def test_ranks_share_a_gpu_only_on_request_and_with_a_warning():
     launch = Launch(0, 0, 2, 2, by_torchrun=True)
-    for transport in ("auto", "gloo"):
-        with pytest.raises(
-            LaunchError, match="2 ranks on a machine with 1 GPU: each rank needs its own GPU; start 1, or"
-        ):
-            check_launch(ParallelConfig(strategy="ddp", world_size=2, backend=transport), launch, "cuda", 1)
+    with pytest.raises(LaunchError, match="2 ranks on a machine with 1 GPU: each rank needs its own GPU; start 1, or"):
+        check_launch(ParallelConfig(strategy="ddp", world_size=2), launch, "cuda", 1)
     shared = ParallelConfig(strategy="ddp", world_size=2, share_gpus=True)
     (warning,) = check_launch(shared, launch, "cuda", 1)
     assert warning.startswith("2 ranks on a machine with 1 GPU share GPUs (parallel.share_gpus)")
     assert backend_of(shared, "cuda") == "gloo"
     with pytest.raises(LaunchError, match="every rank has its own GPU"):
         check_launch(shared, launch, "cuda", 2)
-    with pytest.raises(ValueError, match="NCCL needs one GPU per rank"):
-        ParallelConfig(strategy="ddp", world_size=2, share_gpus=True, backend="nccl")
 
 
 def test_launch_warnings_are_printed_once_per_machine(tmp_path, capsys, monkeypatch):

@@ -45,7 +45,7 @@ def compare(backend: str, ranks: int, steps: int, cases: list[str]) -> list[dict
 @over()
 @pytest.mark.parametrize(
     "cases",
-    [["ddp", "ddp, accumulated, recomputed"], ["fsdp", "fsdp, grad_op"], ["cp", "cp full 1"]],
+    [["ddp", "ddp, accumulated, recomputed"], ["fsdp", "fsdp, grad_op"], ["cp", "cp, replicated"]],
     ids=["ddp", "fsdp", "cp"],
 )
 def test_two_ranks_train_like_one(backend: str, cases: list[str]):
@@ -87,7 +87,7 @@ def train_alone(backend: str, folder: Path, **changes: Any) -> None:
 
 
 def command(backend: str, folder: Path, strategy: str, **changes: Any) -> list[str]:
-    on = {"parallel__strategy": strategy, "parallel__backend": backend, "parallel__timeout_seconds": 60}
+    on = {"parallel__strategy": strategy, "parallel__timeout_seconds": 60}
     return ["--preset", "tiny", *flags(settings(backend, folder, **on, **changes))]
 
 

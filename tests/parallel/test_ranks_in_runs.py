@@ -233,7 +233,7 @@ def test_ranks_with_different_settings_are_refused_with_the_difference(start_ran
 
 
 def test_a_rank_that_does_not_arrive_is_named(start_rank):
-    first = start_rank(0, "--parallel.arrival_seconds", "2")
+    first = start_rank(0, "--parallel.timeout_seconds", "2")
     assert first.wait(120) == 1
     assert "error: rank 1 did not arrive within 2 s (1 of 2 are here" in first.output
 

@@ -16,13 +16,13 @@ from tercet.parallel.distributed import FullySharded
 
 # Every strategy, with and without recomputed activations and accumulation, and what changes its communication.
 FAST = [
-    "ddp, accumulated, recomputed", "fsdp, grad_op", "fsdp, muon", "cp full 1", "cp, learned selector",
+    "ddp, accumulated, recomputed", "fsdp, grad_op", "fsdp, muon", "cp, learned selector",
     "fsdp, selectors only",
 ]  # fmt: skip
 MANY = ["hsdp, plain", "cp with data"]
 SLOW = [
     "ddp", "fsdp", "cp", "cp, whole rows", "cp, accumulated, recomputed", "fsdp, bf16", "fsdp, learned selector",
-    "ddp, graph not static", "ddp, bf16 gradients", "ddp, bf16", "fsdp, accumulated",
+    "ddp, bf16 gradients", "fsdp, bf16 gradients", "ddp, bf16", "fsdp, accumulated",
     "fsdp, untied", "cp, replicated", "cp, bf16", "ddp, learned selector", "ddp, muon", "cp, muon",
     "ddp, selectors only", "cp, selectors only",
     *(f"{s} {m} {a}" for s in ("ddp", "fsdp", "cp") for m in ("none", "selective", "full") for a in (1, 3)),

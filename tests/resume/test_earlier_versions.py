@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -35,6 +36,7 @@ BLOCK_SPARSE_LOSSES = (
     5.491184234619141,
     5.452919006347656,
 )
+USAGE = 2
 NOT_TESTED = 4  # the exit code of a report on a run too short to judge
 
 
@@ -89,6 +91,7 @@ def test_it_is_exported_and_loads_in_transformers(old_run, tmp_path):
 def test_runs_of_0_2_resume_to_the_losses_of_the_uninterrupted_run(name, expected, flags, tmp_path, capsys):
     run = shutil.copytree(FIXTURES / "0.2" / name, tmp_path / name, symlinks=True)
     assert main(["train", "--resume", "auto", "--run.dir", str(run), *flags]) == 0
+    assert capsys.readouterr().err.count("settings of an earlier version") == 1
     losses = column(run / "training.csv", "loss")
     assert [losses[step] for step in range(7, 13)] == pytest.approx(expected, abs=2e-4)
     assert main(["report", str(run), "--require-go"]) == NOT_TESTED
@@ -103,3 +106,40 @@ def test_an_export_of_0_2_loads_in_transformers():
     model = transformers.AutoModelForCausalLM.from_pretrained(FIXTURES / "0.2" / "hf")
     logits = model(torch.arange(64)[None]).logits[0, -1, :4].tolist()
     assert logits == pytest.approx([-0.001028, -0.068413, -0.141705, -0.06726], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("key", "stored", "error"),
+    [
+        ("parallel.context_fetch", '"blocks"', "all keys of a document are fetched"),
+        ("train.muon.nesterov", "false", "Muon always has Nesterov momentum"),
+        ("health.loss_spike", '"halt"', 'set health.halt = ["loss_spike"]'),
+        ("model.selector", '"random"', "use compressed, own or learned"),
+    ],
+)
+def test_a_stored_value_that_mattered_is_refused(key, stored, error, tmp_path, capsys):
+    run = shutil.copytree(FIXTURES / "0.2" / "interrupted", tmp_path / "run", symlinks=True)
+    leaf = key.rpartition(".")[2]
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(re.sub(rf"^{leaf} = \S+", f"{leaf} = {stored}", text, count=1, flags=re.M))
+    assert main(["train", "--resume", "auto", "--run.dir", str(run)]) == USAGE
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert f"{key}={stored.strip(chr(34))} is not supported since 0.3" in line
+    assert error in line
+
+
+def test_a_checkpoint_with_a_retired_value_that_mattered_resumes_only_on_request(tmp_path, capsys):
+    run = shutil.copytree(FIXTURES / "0.2" / "interrupted", tmp_path / "run", symlinks=True)
+    checkpoint = run / "checkpoints" / "step-00000006"
+    state = json.loads((checkpoint / "run.json").read_text())
+    state["config"]["train"]["eps"] = 1e-6
+    (checkpoint / "run.json").write_text(json.dumps(state))
+    command = ["train", "--resume", "auto", "--run.dir", str(run), "--checkpoint.no_verify"]
+    assert main(command) == USAGE
+    assert "train.eps=1e-06 is not supported since 0.3" in capsys.readouterr().err
+    assert main([*command, "--checkpoint.allow_config_change"]) == 0
+
+
+def test_a_retired_flag_says_what_it_means_now(capsys):
+    assert main(["train", "--preset", "tiny", "--health.patience", "5"]) == USAGE
+    assert "--health.patience is not an option since 0.3: the thresholds" in capsys.readouterr().err

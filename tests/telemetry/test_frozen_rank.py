@@ -23,7 +23,6 @@ from tercet.train.checkpoint import HashingFile
 FLAGS = {
     "parallel.strategy": "ddp", "train.tokens_per_step": 256, "train.steps": 100000, "checkpoint.every": 0,
     "log.every": 2, "log.heartbeat_seconds": 0.1, "log.tensorboard": False, "health.stall_seconds": 3.0,
-    "health.stall_start_seconds": 120.0,
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from runs import step_logged
 from tercet.config.sections import HealthConfig
 from tercet.report.read import read_run
 from tercet.report.watch import View
+from tercet.telemetry import watchdog
 from tercet.telemetry.event_log import EventLog, read_events
 from tercet.telemetry.events import Stalled, StepLogged
 from tercet.telemetry.watchdog import STALLED_EXIT, Heartbeat, Watchdog
@@ -58,9 +59,10 @@ def test_the_limit_follows_the_pace_of_the_run(parts):
     assert dog.limit() == 3000  # 600 s between log lines
 
 
-def test_a_stall_dumps_the_stack_and_its_end_is_logged(parts):
+def test_a_stall_dumps_the_stack_and_its_end_is_logged(parts, monkeypatch):
+    monkeypatch.setattr(watchdog, "START_SECONDS", 0.2)
     folder, beat, log = parts
-    config = HealthConfig(stall_seconds=0.2, stall_start_seconds=0.2)
+    config = HealthConfig(stall_seconds=0.2)
 
     def the_step_that_hangs() -> None:
         wait_for(lambda: stalls(log))
@@ -81,7 +83,7 @@ def test_a_stall_dumps_the_stack_and_its_end_is_logged(parts):
 
 def test_a_slow_run_is_not_a_stall(parts):
     folder, beat, log = parts
-    with Watchdog(folder, 0, HealthConfig(stall_seconds=0.1, stall_start_seconds=5.0), beat, log) as dog:
+    with Watchdog(folder, 0, HealthConfig(stall_seconds=0.1), beat, log) as dog:
         dog.observe(step_event(0.2))  # 2 s between log lines, five times that is the limit
         beat.at(1, "training")
         time.sleep(0.6)
@@ -140,7 +142,7 @@ def test_a_stalled_process_can_exit(tmp_path, fork_server):
         fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)  # full after thirty steps rather than five hundred
     config = settings(
         folder, corpus(tmp_path), train__steps=100000, train__val_tokens=0, checkpoint__every=0, log__every=1,
-        health__stall="end", health__stall_seconds=2.0, health__stall_start_seconds=120.0,
+        health__stall="end", health__stall_seconds=2.0,
     )  # fmt: skip
     child = fork_server.start(config, output=pipe)
     output = b""

@@ -353,12 +353,13 @@ def test_a_run_falls_back_to_eager_and_its_report_counts_it(
         raise TercetError("a step could not be captured as a CUDA graph (ValueError: no)")
 
     monkeypatch.setattr(FakeCapturer, "capture", capture)
+    halt = ("fallback",) if action == "halt" else ()
     runs = {
-        how: one_layer(run__dir=str(tmp_path / how), train__cuda_graph=how, health__fallback=action, train__steps=10)
+        how: one_layer(run__dir=str(tmp_path / how), train__cuda_graph=how, health__halt=halt, train__steps=10)
         for how in ("off", "auto")
     }
     if action == "halt":
-        with pytest.raises(TercetError, match=r"stopped by health.fallback=halt after step 9: .*ValueError: no"):
+        with pytest.raises(TercetError, match=r"stopped by health.halt=fallback after step 9: .*ValueError: no"):
             train(runs["auto"])
         return
     told = {}

@@ -127,7 +127,8 @@ def test_clipping_scales_all_gradients_to_the_global_norm() -> None:
 
 def test_gradients_of_selectors_are_clipped_by_themselves_or_not_at_all() -> None:
     def norm(clip: float) -> float:
-        model, optimizer = model_and_optimizer(model__selector="learned", train__selector__clip=clip)
+        model, optimizer = model_and_optimizer(model__selector="learned")
+        next(group for group in optimizer.param_groups if "clip" in group)["clip"] = clip
         model.selector_every = 4
         seen = captured_gradients(model, optimizer, [batch(2)])
         return torch.cat([g.flatten() for name, g in seen.items() if ".selector." in name]).norm().item()
@@ -155,16 +156,13 @@ def test_frozen_matrices_are_in_no_optimizer() -> None:
 
 
 @pytest.mark.parametrize("most_together", [1, 1 << 25])
-@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_muon_updates_every_part_of_a_fused_matrix_as_a_matrix_of_its_own(
-    shared: bool, adjust_lr_fn: str, most_together: int, monkeypatch: pytest.MonkeyPatch
+    shared: bool, most_together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against torch's Muon and AdamW on separate parameters, bit for bit."""
     monkeypatch.setattr(optim, "_MOST_TOGETHER", most_together)
-    muon = {"lr": 3e-2, "momentum": 0.8, "weight_decay": 0.3, "nesterov": False, "adjust_lr_fn": adjust_lr_fn}
-    given = {f"train__muon__{key}": value for key, value in muon.items()}
-    config = small(train__optimizer="muon", model__shared_kv=shared, train__lr=1e-2, **given)
+    config = small(train__optimizer="muon", model__shared_kv=shared, train__lr=1e-2, train__muon__lr=3e-2)
     torch.manual_seed(3)
     model = Transformer(config.model)
     optimizer = build_optimizer(model, config.train)
@@ -174,11 +172,16 @@ def test_muon_updates_every_part_of_a_fused_matrix_as_a_matrix_of_its_own(
     assert len(names) == 2 * len(rows)
     params = {n: [part.clone() for part in p.detach().split(rows.get(n.split(".")[-2], p.shape[:1]))]
               if n in names else [p.detach().clone()] for n, p in model.named_parameters()}  # fmt: skip
-    matrices = torch.optim.Muon([part for n in names for part in params[n]], **muon)
+    matrices = torch.optim.Muon(
+        [part for n in names for part in params[n]],
+        lr=3e-2,
+        weight_decay=config.train.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
     rest = [part for n in params if n not in names for part in params[n]]
     vectors = torch.optim.AdamW(
         [{"params": [p for p in rest if p.ndim > 1]}, {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}],
-        lr=1e-2, betas=config.train.betas, eps=config.train.eps, weight_decay=config.train.weight_decay, fused=True,
+        lr=1e-2, betas=config.train.betas, weight_decay=config.train.weight_decay, fused=True,
     )  # fmt: skip
     for number in range(1, 4):
         gradients = captured_gradients(model, optimizer, [batch(2, seed=number)])
@@ -195,7 +198,7 @@ def test_muon_gives_parts_of_different_shapes_their_own_learning_rates() -> None
     rows, train = (8, 40), TrainConfig(optimizer="muon", lr=1e-2, weight_decay=0.1)  # 40 rows of 16: a higher rate
     matrices = [nn.Parameter(torch.randn(48, 16)) for _ in range(3)]
     parts = [nn.Parameter(part.clone()) for matrix in matrices for part in matrix.detach().split(rows)]
-    theirs = torch.optim.Muon(parts, lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn=train.muon.adjust_lr_fn)
+    theirs = torch.optim.Muon(parts, lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     ours = MuonAdamW(adamw, _build_muon(dict.fromkeys(matrices, rows), train))
     for _ in range(2):

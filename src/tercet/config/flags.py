@@ -25,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 
 from tercet.config.keys import all_keys, docstrings, fields_of, is_table, nest, suggestion
 from tercet.config.load import ConfigError, as_none, explain, preset_names
+from tercet.config.retired import RETIRED
 
 T = TypeVar("T")
 
@@ -339,6 +340,8 @@ def _find(flag: str, options: Mapping[str, Option]) -> tuple[Option, bool]:
     if name in options:
         raise ConfigError(f"{flag}: {name.upper()} is a positional argument: write it without --{name}")
     if "train.lr" in options:  # a configuration command
+        if name in RETIRED:
+            raise ConfigError(f"{flag} is not an option since {RETIRED[name].since}: {RETIRED[name].meaning}")
         if name in all_keys():
             raise ConfigError(f"{name} is a table and has no flag: set it in a file given with --config")
         if leaf in OTHER_NAMES:

@@ -5,6 +5,7 @@ Later layers win. A file or preset can build on a preset with `preset = "NAME"`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tomllib
 from collections.abc import Container, Mapping
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from tercet.atomic_io import write_json, write_text
 from tercet.config.keys import all_keys, flatten, flatten_table, nest, suggestion
+from tercet.config.retired import ignored, refused, without_retired
 from tercet.config.schema import RunConfig
 from tercet.config.sections import StageConfig
 from tercet.errors import UsageError
@@ -46,6 +48,8 @@ class Loaded:
 
     config: RunConfig
     origins: dict[str, str]
+    notes: tuple[str, ...] = ()
+    """About settings of earlier versions in the file."""
 
 
 def load(preset: str | None = None, file: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> Loaded:
@@ -68,11 +72,14 @@ def merge(layers: list[Layer]) -> Loaded:
     """Merge layers, later ones winning, into one validated configuration."""
     values: dict[str, Any] = {}
     origins = dict.fromkeys(all_keys(), DEFAULT)
+    notes = [f"{layer.origin}: {note}" for layer in layers if (note := ignored(layer.values))]
     for layer in layers:
+        if problems := refused(layer.values):
+            raise ConfigError(f"{layer.origin}: {problems[0]}")
         if layer.values.get("train.stages"):  # train.steps follows, unless this layer or a later one gives it
             values.pop("train.steps", None)
             origins["train.steps"] = layer.origin
-        for path, value in layer.values.items():
+        for path, value in without_retired(layer.values).items():
             _check_key(path, layer.origin)
             values[path] = as_none(path, value)
             origins[path] = layer.origin
@@ -80,7 +87,12 @@ def merge(layers: list[Layer]) -> Loaded:
         config = RunConfig.model_validate(nest(values))
     except ValidationError as error:
         raise ConfigError(explain(error, values, origins)) from None
-    return Loaded(config, origins)
+    return Loaded(config, origins, tuple(notes))
+
+
+def read_stored(values: Mapping[str, Any]) -> RunConfig:
+    """A configuration that a checkpoint holds, maybe of an earlier version: newer keys get their defaults."""
+    return RunConfig.model_validate(nest(without_retired(flatten_table(values))))
 
 
 def keep_origins(loaded: Loaded, file: Path) -> Loaded:
@@ -90,7 +102,7 @@ def keep_origins(loaded: Loaded, file: Path) -> Loaded:
         known = {key: str(origin) for key, origin in saved.items() if loaded.origins.get(key) == f"file {file}"}
     except (OSError, ValueError, AttributeError):
         return loaded  # missing or damaged: the file is their origin
-    return Loaded(loaded.config, loaded.origins | known)
+    return dataclasses.replace(loaded, origins=loaded.origins | known)
 
 
 def preset_names() -> list[str]:

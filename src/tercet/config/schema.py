@@ -171,17 +171,8 @@ class RunConfig(Section):
                 f"train.selector.only has nothing to train with model.attention={self.model.attention}: only nsa "
                 "layers have selectors; drop it, or use model.attention nsa"
             )
-        if kind == "random" and self.parallel.strategy == "cp":
-            raise ValueError(
-                "model.selector=random is not supported with parallel.strategy=cp: use parallel.strategy ddp or fsdp"
-            )
         if kind == "learned" and self.parallel.strategy == "cp":
             chunk = self.train.micro_batch * self.data.seq_len // (2 * self.parallel.context)
-            if self.parallel.context_fetch == "blocks":
-                raise ValueError(
-                    "model.selector=learned with parallel.context_fetch=blocks: the selector learns from keys that "
-                    "this does not fetch; use parallel.context_fetch documents"
-                )
             if chunk % selector.every:
                 raise ValueError(
                     f"train.selector.every={selector.every} does not divide the {chunk} tokens of a chunk (train."

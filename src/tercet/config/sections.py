@@ -20,7 +20,10 @@ Precision = Literal["auto", "bf16", "fp32"]
 ActivationCheckpointing = Literal["none", "full", "selective"]
 InitState = Literal["weights", "optimizer"]
 StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "cp"]
-Action = Literal["off", "warn", "halt"]
+HealthRule = Literal[
+    "gate_collapse", "dead_branch", "selection_stuck", "loss_spike", "nonfinite", "zero_grad", "throughput_drop",
+    "data_starvation", "fallback",
+]  # fmt: skip
 
 
 class Section(BaseModel):
@@ -60,10 +63,6 @@ class SelectorConfig(Section):
     """Weight of the selector's loss; 0: the selector does not learn."""
     lr: float | None = Field(default=None, gt=0)
     """Peak learning rate, with train.schedule; none: train.lr."""
-    weight_decay: float = Field(default=0.01, ge=0)
-    """AdamW weight decay."""
-    clip: float = Field(default=1.0, ge=0)
-    """Clip the selectors' gradients to this norm, separately from train.clip; 0: no clipping."""
 
 
 class MuonConfig(Section):
@@ -71,15 +70,6 @@ class MuonConfig(Section):
 
     lr: float | None = Field(default=None, gt=0)
     """Peak learning rate, with train.schedule; none: train.lr."""
-    momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Momentum of the gradients."""
-    nesterov: bool = True
-    """Nesterov momentum."""
-    weight_decay: float | None = Field(default=None, ge=0)
-    """Weight decay; none: train.weight_decay."""
-    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """How the learning rate depends on the shape of a matrix. match_rms_adamw: scales updates to the size of AdamW's,
-    so that its learning rate works. original: as in Muon's first publication; needs a learning rate of about 0.02."""
 
 
 class StageConfig(Section):
@@ -152,8 +142,6 @@ class TrainConfig(Section):
     """AdamW weight decay of matrices. Norms, biases and other 1-D parameters have none."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW betas."""
-    eps: float = Field(default=1e-8, gt=0)
-    """AdamW epsilon."""
     clip: float = Field(default=1.0, ge=0)
     """Clip gradients to this global norm; 0: no clipping."""
     muon: MuonConfig = MuonConfig()
@@ -183,8 +171,6 @@ class TrainConfig(Section):
     """Tokens per text sample; 0: no samples."""
     sample_prompt: str = ""
     """Prompt of the text samples; empty: "def " for data.source=python-source, else the beginning of a document."""
-    sample_temperature: float = Field(default=0.7, ge=0)
-    """Temperature of the text samples; 0: greedy."""
 
     max_skipped: int = Field(default=100, ge=0)
     """Non-finite steps to skip in the whole run before stopping; 0: stop at the first."""
@@ -282,8 +268,6 @@ class LogConfig(Section):
     """Write TensorBoard files to tb/ in the run folder. auto: if tensorboard is installed."""
     wandb: bool = False
     """Also log to Weights & Biases (needs the wandb extra)."""
-    progress: Switch = "auto"
-    """Live progress line. auto: on a terminal; plain lines elsewhere."""
     heartbeat_seconds: float = Field(default=10.0, gt=0)
     """Seconds between lines of heartbeat_rank{r}.jsonl."""
 
@@ -297,20 +281,14 @@ class ParallelConfig(Section):
     world_size: int = Field(default=1, ge=1)
     """Number of ranks; set by torchrun. A launch with a different number than given here fails."""
 
-    static_graph: bool = True
-    """ddp: assume that every step uses the same parameters, so that buckets are arranged once."""
-    bucket_mb: float = Field(default=25.0, gt=0)
-    """ddp: megabytes of gradients per all-reduce."""
-    gradient_compression: Literal["none", "bf16", "fp16"] = "none"
-    """ddp: dtype in which gradients are communicated; none: their own dtype."""
+    gradient_compression: Literal["none", "bf16"] = "none"
+    """All but single: bf16 halves what gradients take on the wire; none: fp32."""
 
     sharding: Literal["full", "grad_op"] = "full"
     """fsdp, hsdp: full frees gathered weights after forward and gathers them again in backward; grad_op keeps them
     until backward (more memory, less communication)."""
     prefetch: int = Field(default=1, ge=0)
     """fsdp, hsdp: blocks whose weights are gathered in advance."""
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """fsdp, hsdp: dtype in which gradients are reduced."""
     shard_ranks: int = Field(default=0, ge=0)
     """hsdp: ranks that share one copy of the weights; 0: the ranks of one machine."""
 
@@ -318,21 +296,12 @@ class ParallelConfig(Section):
     """cp: ranks that share one sequence; 0: all."""
     context_weights: Literal["sharded", "replicated"] = "sharded"
     """cp: weights sharded over all ranks as with fsdp, or replicated as with ddp."""
-    context_fetch: Literal["documents", "blocks"] = "documents"
-    """cp: how selected keys are fetched from other ranks. documents: whole documents, prefetched. blocks: only the
-    selected blocks, with one round trip per layer."""
 
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """Communication backend. auto: NCCL between GPUs; gloo between CPUs and between ranks that share GPUs."""
     share_gpus: bool = False
     """Let several ranks share a GPU, over gloo: slow, for trying out multi-rank runs on one GPU."""
-    arrival_seconds: float = Field(default=300.0, gt=0)
-    """Seconds to wait for all ranks at startup before the missing ones are reported."""
-    first_step_seconds: float = Field(default=1800.0, gt=0)
-    """How long to wait for other ranks until the first step is done: compilation and loading may take unequal times."""
     timeout_seconds: float = Field(default=300.0, gt=0)
-    """How long to wait for other ranks after the first step. A rank that takes longer counts as stuck, and the run
-    stops."""
+    """How long to wait for other ranks at startup and after the first step. A rank that takes longer counts as stuck,
+    and the run stops. The first step has half an hour: compilation may take unequal times."""
     allow_single_rank: bool = False
     """Allow training on one GPU of a machine that has several."""
 
@@ -352,11 +321,9 @@ class ParallelConfig(Section):
     def _check(self) -> Self:
         if self.strategy == "single" and self.world_size != 1:
             raise ValueError(f"world_size={self.world_size} with strategy=single: pick ddp or fsdp, or world_size=1")
-        if self.share_gpus and self.backend == "nccl":
-            raise ValueError("share_gpus=true with backend=nccl: NCCL needs one GPU per rank, use backend=gloo")
         used = _USED_BY[self.strategy]
-        if self.strategy == "cp":
-            used = used + (_SHARDED if self.context_weights == "sharded" else _REPLICATED)
+        if self.strategy == "cp" and self.context_weights == "sharded":
+            used += _SHARDED
         for name in _STRATEGY_KEYS:
             value, default = getattr(self, name), type(self).model_fields[name].default
             if name not in used and value != default:
@@ -372,16 +339,15 @@ class ParallelConfig(Section):
 
 
 # Keys that only some strategies use; setting one that the strategy ignores is an error.
-_REPLICATED = ("static_graph", "bucket_mb", "gradient_compression")
-_SHARDED = ("sharding", "prefetch", "reduce_dtype")
+_SHARDED = ("sharding", "prefetch")
 _USED_BY: dict[str, tuple[str, ...]] = {
     "single": (),
-    "ddp": _REPLICATED,
-    "fsdp": _SHARDED,
-    "hsdp": (*_SHARDED, "shard_ranks"),
-    "cp": ("context_ranks", "context_weights", "context_fetch"),
+    "ddp": ("gradient_compression",),
+    "fsdp": ("gradient_compression", *_SHARDED),
+    "hsdp": ("gradient_compression", *_SHARDED, "shard_ranks"),
+    "cp": ("gradient_compression", "context_ranks", "context_weights"),
 }
-_STRATEGY_KEYS = (*_REPLICATED, *_SHARDED, "shard_ranks", "context_ranks", "context_weights", "context_fetch")
+_STRATEGY_KEYS = ("gradient_compression", *_SHARDED, "shard_ranks", "context_ranks", "context_weights")
 
 
 class ProfileConfig(Section):
@@ -389,12 +355,6 @@ class ProfileConfig(Section):
 
     steps: str | None = None
     """Steps to trace, as FIRST:LAST (inclusive), such as 10:15; none: no trace."""
-    memory: bool = True
-    """On a GPU, also record allocations, as a snapshot for pytorch.org/memory_viz."""
-    stacks: bool = False
-    """Record the Python stack of each operator: larger and slower."""
-    rows: int = Field(default=40, ge=1)
-    """Rows of the kernel table."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -415,76 +375,23 @@ class ProfileConfig(Section):
 
 
 class HealthConfig(Section):
-    """Rules that watch a run: each is off, warns once when a problem begins, or halts the run.
+    """Rules that watch a run: each warns once when a problem begins, or halts the run."""
 
-    `tercet report` ignores these settings and uses the default thresholds.
-    """
-
-    gate_collapse: Action = "warn"
-    """A layer's gates put almost all weight on one branch."""
-    gate_collapse_share: float = Field(default=0.5, gt=0, le=1)
-    """gate_collapse: threshold for the fraction of (token, head) pairs with one gate above 95% of the sum of
-    all."""
-    dead_branch: Action = "warn"
-    """A layer no longer uses one of its branches."""
-    dead_branch_share: float = Field(default=0.01, ge=0, lt=1)
-    """dead_branch: mean gate share below which a branch counts as dead."""
-    selection_stuck: Action = "warn"
-    """Selection picks only the forced blocks, or the same blocks for every token."""
-    selection_forced_share: float = Field(default=0.98, gt=0, le=1)
-    """selection_stuck: threshold for the fraction of selected blocks that were forced."""
-    selection_overlap: float = Field(default=0.9995, gt=0, le=1)
-    """selection_stuck: threshold for the mean fraction of a token's freely selected blocks that the previous token also
-    selected."""
-    patience: int = Field(default=3, ge=1)
-    """Consecutive bad log intervals before a rule on gates, selection, throughput or data fires."""
-
-    loss_spike: Action = "warn"
-    """The loss jumped far above its recent median."""
-    loss_spike_nats: float = Field(default=0.5, gt=0)
-    """loss_spike: minimum jump in nats above the median of the last loss_window steps; loss_spike_deviations must be
-    exceeded too."""
-    loss_spike_deviations: float = Field(default=8.0, gt=0)
-    """loss_spike: minimum jump in median absolute deviations, scaled to standard deviations."""
-    loss_window: int = Field(default=50, ge=8)
-    """loss_spike: number of steps in the median."""
-    nonfinite: Action = "warn"
-    """A step's loss or gradients were not finite. train.max_skipped stops the run regardless of this setting."""
-    zero_grad: Action = "warn"
-    """The gradient norm was zero in every step of a log interval."""
-    zero_grad_norm: float = Field(default=1e-12, ge=0)
-    """zero_grad: norms up to this count as zero."""
-
-    throughput_drop: Action = "warn"
-    """Tokens per second fell far below this process's median."""
-    throughput_share: float = Field(default=0.6, gt=0, lt=1)
-    """throughput_drop: fraction of the median below which throughput counts as dropped."""
-    data_starvation: Action = "warn"
-    """Steps spend too long waiting for data."""
-    data_wait_share: float = Field(default=0.2, gt=0, le=1)
-    """data_starvation: threshold for the fraction of step time spent waiting for data."""
-    fallback: Action = "warn"
-    """A branch fell back to a slower backend than this device supports."""
+    halt: tuple[HealthRule, ...] = ()
+    """Rules that stop the run. gate_collapse: a layer's gates put almost all weight on one branch. dead_branch: a layer
+    no longer uses a branch. selection_stuck: only the forced blocks are selected, or the same ones for every token.
+    loss_spike: the loss jumped far above its recent median. nonfinite: loss or gradients were not finite
+    (train.max_skipped stops the run regardless). zero_grad: the gradient norm was zero. throughput_drop: tokens per
+    second fell far below their median. data_starvation: steps wait too long for data. fallback: a branch fell back to a
+    slower backend than this device supports."""
 
     stall: Literal["off", "warn", "end"] = "warn"
     """No progress. warn: dump all stacks and continue. end: also exit, so that torchrun can restart the run."""
     stall_seconds: float = Field(default=180.0, gt=0)
-    """stall: minimum seconds without progress."""
-    stall_factor: float = Field(default=5.0, ge=1)
-    """stall: minimum time without progress, as a multiple of the median time between log lines."""
-    stall_start_seconds: float = Field(default=900.0, gt=0)
-    """stall: minimum seconds without progress before the first log line, which may include compilation."""
+    """stall: minimum seconds without progress; also at least five times the median time between log lines, and 15
+    minutes before the first, which may include compilation."""
 
     doctor: bool = True
     """Run a short form of `tercet doctor` before training: versions, device, kernels and disk."""
     memory_every: int = Field(default=0, ge=0)
     """Steps between mem_step{N}.json memory reports; 0: only at startup and after step 1."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.stall_start_seconds < self.stall_seconds:
-            raise ValueError(
-                f"stall_start_seconds={self.stall_start_seconds:g} is below stall_seconds={self.stall_seconds:g}: "
-                "raise it; the first step is the slowest"
-            )
-        return self

@@ -141,8 +141,7 @@ class DataParallel(Distributed):
         wrapped = DistributedDataParallel(
             model,
             device_ids=[self.world.device] if on_gpu else None,
-            static_graph=self.parallel.static_graph,
-            bucket_cap_mb=self.parallel.bucket_mb,  # type: ignore[arg-type]
+            static_graph=True,
             gradient_as_bucket_view=True,
         )
         if self.parallel.gradient_compression == "bf16":
@@ -152,7 +151,7 @@ class DataParallel(Distributed):
     def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         # DDP records a static graph in the first backward pass, which must not run under no_sync (the reducer
         # asserts). Synchronising every pass of the first step is correct too: the mean of equal sums is that sum.
-        recording = self.parallel.static_graph and not self._graph_recorded
+        recording = not self._graph_recorded
         self._graph_recorded = self._graph_recorded or last
         return nullcontext() if last or recording else cast(DistributedDataParallel, model).no_sync()
 
@@ -174,8 +173,8 @@ class FullySharded(Distributed):
         if self.train.optimizer == "muon" and gloo and self.world.device.type == "cuda":
             # torch 2.11 crashes when it gathers GPU shards over gloo
             raise UsageError(
-                f"train.optimizer=muon with parallel.strategy={self.name} needs NCCL: use one GPU per rank without "
-                "--parallel.backend gloo, or --parallel.strategy ddp, or --train.optimizer adamw"
+                f"train.optimizer=muon with parallel.strategy={self.name} needs NCCL: use one GPU per rank, "
+                "or --parallel.strategy ddp, or --train.optimizer adamw"
             )
         with torch.device("meta"):
             return build()
@@ -183,7 +182,7 @@ class FullySharded(Distributed):
     def _wrap(self, model: nn.Module) -> nn.Module:
         mesh = self._mesh()
         low_precision = resolved_precision(self.train.precision, self.world.device.type) == "bf16"
-        reduce_dtype = torch.bfloat16 if self.parallel.reduce_dtype == "bf16" else torch.float32
+        reduce_dtype = torch.bfloat16 if self.parallel.gradient_compression == "bf16" else torch.float32
         # Autocast decides what is computed in bf16; this only sets what is communicated. Inputs are not cast, so the
         # residual stream stays in fp32 as on one device.
         blocks_policy = MixedPrecisionPolicy(

@@ -29,6 +29,7 @@ from tercet.errors import TercetError, UsageError, first_few
 from tercet.parallel import flight_recorder
 from tercet.version import __version__
 
+FIRST_STEP_SECONDS = 1800  # for other ranks: compilation and loading may take unequal times
 _FOLDER_KEY = "tercet/run_folder"
 
 
@@ -116,8 +117,6 @@ def torchrun_command(ranks: int, local_ranks: int, strategy: str) -> str:
 
 
 def backend_of(parallel: ParallelConfig, device: str) -> str:
-    if parallel.backend != "auto":
-        return parallel.backend
     return "nccl" if device == "cuda" and not parallel.share_gpus else "gloo"
 
 
@@ -160,20 +159,20 @@ def join(
         file=sys.stderr,
         flush=True,
     )
-    limit = timedelta(seconds=parallel.arrival_seconds)
+    limit = timedelta(seconds=parallel.timeout_seconds)
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         store = _connect(launch, limit)
     except (dist.DistError, OSError, ValueError, KeyError) as error:
         raise LaunchError(f"rank {launch.rank} cannot reach rank 0's store at {address}: {error}") from None
     if launch.rank == 0:
-        verdict = _admit_ranks(store, launch, member, parallel.arrival_seconds, folder)
+        verdict = _admit_ranks(store, launch, member, parallel.timeout_seconds, folder)
     else:
         try:
             verdict = _register(store, member, limit + timedelta(seconds=30))
         except dist.DistStoreError:
             raise LaunchError(
-                f"rank 0 did not arrive at {address} within {parallel.arrival_seconds:g} s: see its output"
+                f"rank 0 did not arrive at {address} within {parallel.timeout_seconds:g} s: see its output"
             ) from None
     if verdict["error"]:
         problem = (WrongLaunch if verdict.get("wrong") else LaunchError)(verdict["error"])
@@ -183,17 +182,17 @@ def join(
     os.environ.update(flight_recorder.settings(Path(verdict["folder"]), launch.rank))
     if launch.on_one_machine:
         _use_loopback()
+    first_step = timedelta(seconds=max(parallel.timeout_seconds, FIRST_STEP_SECONDS))
     nccl = device.type == "cuda" and backend_of(parallel, "cuda") == "nccl"
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
         store=dist.PrefixStore(f"tercet/{verdict['call']}/group", store),
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=timedelta(seconds=parallel.first_step_seconds),
+        timeout=first_step,
         device_id=device if nccl else None,
     )
-    timeout = timedelta(seconds=max(parallel.first_step_seconds, 1800))
-    control, checkpoint = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    control, checkpoint = (dist.new_group(backend="gloo", timeout=first_step) for _ in range(2))
     assert control is not None
     assert checkpoint is not None
     return World(launch, device, verdict["call"], control, checkpoint, verdict["folder"], verdict["members"])

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 from tercet.config.keys import flatten, flatten_table
 from tercet.config.schema import RunConfig
-from tercet.config.sections import HealthConfig
 from tercet.errors import UsageError
 from tercet.model.config import layer_kinds
 from tercet.parse import parse_json, parse_toml
@@ -41,7 +40,7 @@ from tercet.telemetry.events import (
     Validated,
     decode,
 )
-from tercet.telemetry.health import HealthMonitor, health_findings
+from tercet.telemetry.health import RULE_LIMITS, HealthMonitor, health_findings
 from tercet.telemetry.sinks import route_totals
 from tercet.telemetry.units import plural
 
@@ -266,12 +265,12 @@ class RankLog:
         self.findings: list[HealthFired] = []
         self.count = 0
         self.steps, self.memory_gib = array("q"), 0.0
-        self._rank, self._monitor = rank, HealthMonitor(HealthConfig(), init_from)
+        self._rank, self._monitor = rank, HealthMonitor(init_from=init_from)
         self._routes = b""
         self._bin: list[Any] = []
         self._unreadable: list[int] = []
         self._unknown = 0
-        starving, limit = False, HealthConfig().data_wait_share
+        starving, limit = False, RULE_LIMITS.data_wait_share
         with path.open("rb") as stream:
             self._bin_size = 1
             if not rank:

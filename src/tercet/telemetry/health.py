@@ -9,10 +9,10 @@ import bisect
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
 
 from tercet.attention.config import BRANCHES
-from tercet.config.sections import HealthConfig
 from tercet.telemetry import events
 from tercet.telemetry.events import Event, HealthFired
 
@@ -35,16 +35,39 @@ _MIN_SPEEDS = 3
 _MAD_TO_STD = 1.4826
 
 
+@dataclass(frozen=True)
+class RuleLimits:
+    """When the health rules fire."""
+
+    gate_collapse_share: float = 0.5  # of (token, head) pairs with one gate above 95% of the sum of all
+    dead_branch_share: float = 0.01  # a branch with a smaller mean gate share is dead
+    selection_forced_share: float = 0.98  # of the selected blocks
+    selection_overlap: float = 0.9995  # of a token's freely selected blocks that the previous token also selected
+    patience: int = 3  # consecutive bad intervals of gates, selection, throughput or data
+    loss_spike_nats: float = 0.5  # above the median of the last loss_window steps, and
+    loss_spike_deviations: float = 8.0  # this many median absolute deviations, scaled to standard deviations
+    loss_window: int = 50
+    zero_grad_norm: float = 1e-12
+    throughput_share: float = 0.6  # of the median
+    data_wait_share: float = 0.2  # of the step time
+
+
+RULE_LIMITS = RuleLimits()
+
+
 class HealthMonitor:
     """Applies the rules to one rank's events. A rule fires once per problem, and again only after it has cleared."""
 
-    def __init__(self, config: HealthConfig, init_from: str | None = None) -> None:
-        """init_from: train.init_from. A file of weights is an import, whose gates may be closed by design."""
-        self._config = config
+    def __init__(
+        self, halt: Container[str] = (), init_from: str | None = None, limits: RuleLimits = RULE_LIMITS
+    ) -> None:
+        """halt: rules that stop the run. init_from: train.init_from; a file of weights is an import, whose
+        gates may be closed by design."""
+        self._halt, self._limits = halt, limits
         self._imported = str(init_from).endswith(".safetensors")
         self._opened: set[object] = set()  # layers, and branches of layers, that have passed their rule once
         self._bad: dict[tuple[str, object], int] = {}  # consecutive bad intervals, by rule and layer
-        self._losses: deque[float] = deque(maxlen=config.loss_window)
+        self._losses: deque[float] = deque(maxlen=limits.loss_window)
         self._ordered: list[float] = []  # the same, sorted
         self._speeds: deque[float] = deque(maxlen=50)
         self._warming_up = True
@@ -52,7 +75,7 @@ class HealthMonitor:
 
     def observe(self, event: Event) -> list[HealthFired]:
         """New findings due to this event."""
-        return [f for f in self._findings(event) if f.action != "off"]
+        return list(self._findings(event))
 
     def _findings(self, event: Event) -> Iterator[HealthFired]:
         if isinstance(event, events.RunStarted | events.StageStarted):
@@ -91,7 +114,7 @@ class HealthMonitor:
             self._stage = event.stage
 
     def _loss(self, event: events.StepLogged) -> Iterator[HealthFired]:
-        c = self._config
+        c = self._limits
         for step, loss in enumerate(event.losses, event.first_step):
             if not math.isfinite(loss):
                 continue  # left to the nonfinite rule
@@ -111,7 +134,7 @@ class HealthMonitor:
             bisect.insort(self._ordered, loss)
 
     def _gradients(self, event: events.StepLogged) -> Iterator[HealthFired]:
-        norms, limit = event.grad_norms, self._config.zero_grad_norm
+        norms, limit = event.grad_norms, self._limits.zero_grad_norm
         if self._persists("zero_grad", None, bool(norms) and max(norms) <= limit):  # False for NaN
             sentence = f"gradient norm was zero in all steps from {event.first_step} to {event.step}"
             yield self._finding(event, "zero_grad", f"{sentence}: nothing is learned", max(norms), limit)
@@ -120,7 +143,7 @@ class HealthMonitor:
         if self._warming_up:
             self._warming_up = False
             return
-        speed, c = event.tokens_per_s, self._config
+        speed, c = event.tokens_per_s, self._limits
         if len(self._speeds) < _MIN_SPEEDS:
             self._speeds.append(speed)
             return
@@ -134,13 +157,13 @@ class HealthMonitor:
 
     def _data(self, event: events.StepLogged) -> Iterator[HealthFired]:
         share = event.data_seconds / event.step_seconds if event.step_seconds else 0.0
-        limit = self._config.data_wait_share
-        if self._persists("data_starvation", None, share > limit, self._config.patience):
+        limit = self._limits.data_wait_share
+        if self._persists("data_starvation", None, share > limit, self._limits.patience):
             sentence = f"steps up to {event.step} spent {100 * share:.0f}% of their time waiting for data"
             yield self._finding(event, "data_starvation", sentence, share, limit)
 
     def _gates(self, event: events.LayersObserved) -> Iterator[HealthFired]:
-        c = self._config
+        c = self._limits
         for i, share in _measured(event.gate_collapse):
             bad = self._gate_is_bad(i, share, not share < c.gate_collapse_share)  # NaN is bad too
             if self._persists("gate_collapse", i, bad, c.patience):
@@ -161,7 +184,7 @@ class HealthMonitor:
         return closed and (not self._imported or key in self._opened or math.isnan(share))
 
     def _selection(self, event: events.LayersObserved) -> Iterator[HealthFired]:
-        c = self._config
+        c = self._limits
         for i, share in _measured(event.selected_forced):
             if self._persists("selection_stuck", (i, "forced"), share >= c.selection_forced_share, c.patience):
                 sentence = f"layer {i}: {100 * share:.1f}% of the selected blocks are forced ones"
@@ -188,7 +211,7 @@ class HealthMonitor:
             rank=event.rank,
             time=event.time,
             rule=rule,
-            action=getattr(self._config, rule),
+            action="halt" if rule in self._halt else "warn",
             sentence=sentence,
             value=float(value),
             threshold=float(threshold),
@@ -208,6 +231,6 @@ def _measured(values: list[float | None]) -> list[tuple[int, float]]:
 
 
 def health_findings(stream: Iterable[Event], init_from: str | None = None) -> list[HealthFired]:
-    """All findings in a stream of events, with the default thresholds."""
-    monitor = HealthMonitor(HealthConfig(), init_from)
+    """All findings in a stream of events."""
+    monitor = HealthMonitor(init_from=init_from)
     return [finding for event in stream for finding in monitor.observe(event)]

@@ -56,7 +56,7 @@ class Observer:
         self._clock = PhaseClock(device)
         self._probe = LayerProbe(model)
         self._profiler = Profiler(folder, rank, config.profile, device)
-        self._health = HealthMonitor(config.health, config.train.init_from)
+        self._health = HealthMonitor(config.health.halt, config.train.init_from)
         self._seen_first_step = False
         self._steps = 0  # since the last log line
         self._unreported = 0  # steps whose routes are in no event yet

@@ -40,11 +40,8 @@ class Profiler:
         if self._cuda:
             torch.cuda.synchronize(self._device)  # keep earlier steps out of the trace
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-            if self._config.memory:
-                torch.cuda.memory._record_memory_history(max_entries=200_000)
-        self._profile = torch.profiler.profile(
-            activities=activities, with_stack=self._config.stacks, profile_memory=self._config.memory
-        )
+            torch.cuda.memory._record_memory_history(max_entries=200_000)
+        self._profile = torch.profiler.profile(activities=activities, profile_memory=True)
         self._first = self.last = step
         self._profile.start()
 
@@ -88,9 +85,9 @@ class Profiler:
         written = [self._folder / f"trace_{name}.json.gz", self._folder / f"kernels_{name}.txt"]
         profile.export_chrome_trace(str(written[0]))
         order = "self_cuda_time_total" if self._cuda else "self_cpu_time_total"
-        table = profile.key_averages().table(sort_by=order, row_limit=self._config.rows, max_name_column_width=90)
+        table = profile.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90)
         written[1].write_text(table + "\n", encoding="utf-8")
-        if self._cuda and self._config.memory:
+        if self._cuda:
             written.append(self._folder / f"memory_{name}.pickle")
             torch.cuda.memory._dump_snapshot(str(written[-1]))
             torch.cuda.memory._record_memory_history(enabled=None)

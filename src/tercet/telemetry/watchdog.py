@@ -33,6 +33,8 @@ from tercet.telemetry.events import Event, StageStarted, Stalled, StepLogged
 
 # EX_TEMPFAIL of sysexits.h ("try again"), so that restart scripts can distinguish it from a failure.
 STALLED_EXIT = 75
+START_SECONDS = 900.0  # without a stall before the first log line, which may include compilation
+STALL_FACTOR = 5.0  # times the median interval
 LAST_EVENTS = 5
 
 
@@ -56,10 +58,10 @@ class Watchdog:
 
     def limit(self) -> float:
         """Seconds without progress that count as a stall."""
-        c, intervals = self._config, list(self._intervals)  # a copy: the main thread may clear them
+        intervals = list(self._intervals)  # a copy: the main thread may clear them
         if not intervals:
-            return c.stall_start_seconds
-        return max(c.stall_seconds, c.stall_factor * statistics.median(intervals))
+            return max(START_SECONDS, self._config.stall_seconds)
+        return max(self._config.stall_seconds, STALL_FACTOR * statistics.median(intervals))
 
     def __enter__(self) -> Self:
         # The C signal handler writes to this socket at once, even while the main thread hangs in a C call and would

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from tercet.config.load import read_stored
 from tercet.config.schema import RunConfig
 from tercet.model.loss import IGNORED
 from tercet.train.device import pick_device
@@ -51,7 +52,7 @@ def replay(folder: Path, device_name: str = "auto") -> dict[str, Any]:
     from tercet.model.transformer import Transformer
 
     about = json.loads((folder / "dump.json").read_text(encoding="utf-8"))
-    config = RunConfig.model_validate(about["config"])
+    config = read_stored(about["config"])
     device = pick_device(device_name)
     model = Transformer(config.model)
     model.load_state_dict(load_file(folder / "weights.safetensors"))

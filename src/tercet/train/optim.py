@@ -51,16 +51,15 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
         # the extra keys are for `update`
         {
             "params": selectors,
-            "weight_decay": config.selector.weight_decay,
+            "weight_decay": 0.01,
             "lr_factor": (config.selector.lr or config.lr) / config.lr,
-            "clip": config.selector.clip,
+            "clip": 1.0,
         },
     ]
     adamw = torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=config.betas,
-        eps=config.eps,
         fused=True,
     )
     return MuonAdamW(adamw, _build_muon(hidden, config)) if hidden else adamw
@@ -85,8 +84,7 @@ def hidden_matrices(model: nn.Module) -> dict[Tensor, tuple[int, ...]]:
 
 def _build_muon(hidden: dict[Tensor, tuple[int, ...]], config: TrainConfig) -> torch.optim.Muon:
     """torch's Muon with one group for each shape of a matrix and way to split it: its learning rate depends on both."""
-    settings = config.muon
-    factor = (settings.lr or config.lr) / config.lr
+    factor = (config.muon.lr or config.lr) / config.lr
     groups: dict[tuple[tuple[int, ...], int], dict[str, Any]] = {}
     for matrix, parts in hidden.items():
         group = groups.setdefault((parts, matrix.shape[1]), {"params": [], "parts": parts, "lr_factor": factor})
@@ -94,10 +92,8 @@ def _build_muon(hidden: dict[Tensor, tuple[int, ...]], config: TrainConfig) -> t
     return torch.optim.Muon(
         list(groups.values()),
         lr=config.lr,
-        momentum=settings.momentum,
-        nesterov=settings.nesterov,
-        weight_decay=config.weight_decay if settings.weight_decay is None else settings.weight_decay,
-        adjust_lr_fn=settings.adjust_lr_fn,
+        weight_decay=config.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
     )
 
 

@@ -21,6 +21,8 @@ from pydantic import ValidationError
 from tercet import hints
 from tercet.atomic_io import unused
 from tercet.config.keys import flatten_table
+from tercet.config.load import read_stored
+from tercet.config.retired import refused
 from tercet.config.schema import RunConfig
 from tercet.config.sections import StageConfig
 from tercet.data.files import check_paths
@@ -145,6 +147,10 @@ def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tupl
             f"--train.steps {config.train.steps} is less than the {done} steps that {start.path} has: give at least "
             f"{done}, or resume an earlier checkpoint"
         )
+    if not config.checkpoint.allow_config_change and (problems := refused(flatten_table(start.run_state["config"]))):
+        raise WrongCheckpoint(
+            f"{start.path}: {problems[0]}; or pass --checkpoint.allow_config_change to continue without it"
+        )
     saved, now = (c.model_dump(mode="json") for c in (saved_config(start).with_absolute_paths(), config))
     changes = check_config(saved, now, allow_change=config.checkpoint.allow_config_change)
     complete = done == config.train.steps and start.is_in(folder.checkpoints)
@@ -263,7 +269,7 @@ def abandon_later(start: FoundCheckpoint | None, folder: RunFolder) -> list[str]
 def saved_config(found: FoundCheckpoint) -> RunConfig:
     """The configuration saved in a checkpoint; newer keys get their defaults."""
     try:
-        return RunConfig.model_validate(found.run_state["config"])
+        return read_stored(found.run_state["config"])
     except KeyError as error:
         raise CheckpointError(f"{found.path}: {manifest.RUN_STATE} lacks {error}: restore it from a backup") from None
     except ValidationError as error:

@@ -78,7 +78,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
     device = pick_device(config.run.device, launch.local_rank, share=config.parallel.share_gpus)
     strategy, path, resume = join_run(config, resume, launch, device)
     config = config.with_absolute_paths()
-    screen = Screen(config.log.progress, quiet=strategy.rank > 0)
+    screen = Screen("auto", quiet=strategy.rank > 0)
     with rank_context(strategy), ExitStack() as stack:
         stop = stack.enter_context(StopSignals(watch_parent=launch.by_torchrun))
         folder = stack.enter_context(closing(RunFolder(path, lock=strategy.rank == 0)))
@@ -360,7 +360,7 @@ class Trainer:
         for event in graph.take_events(self.state.step):
             self.log.emit(event)
             if isinstance(event, events.GraphCaptureFailed) and (halting := self.observer.observe(event)):
-                raise Halted(f"stopped by health.fallback=halt after step {event.step}: {halting[0].sentence}")
+                raise Halted(f"stopped by health.halt=fallback after step {event.step}: {halting[0].sentence}")
 
     def _after_step(self) -> None:
         """Log, validate, sample and save if due. The save comes last, so that the log has everything it contains."""
@@ -438,7 +438,7 @@ class Trainer:
         self._recent.clear()
         if self.strategy.any_rank(bool(halting)):
             finding = halting[0].sentence if halting else "see the other ranks' events"
-            rule = f"health.{halting[0].rule}=halt" if halting else "a health rule on another rank"
+            rule = f"health.halt={halting[0].rule}" if halting else "a health rule on another rank"
             raise Halted(f"stopped by {rule} after step {state.step}: {finding}")
 
     def _mfu(self, tokens_per_s: float) -> float | None:
@@ -531,7 +531,7 @@ class Trainer:
                 self.tokenizer,
                 self.config.sample_prompt,
                 config.sample_tokens,
-                temperature=config.sample_temperature,
+                temperature=0.7,
                 context=self.stage.data.seq_len,
                 device=self.state.device,
                 precision=config.precision,
