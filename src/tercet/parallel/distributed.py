@@ -145,7 +145,7 @@ class DataParallel(Distributed):
             gradient_as_bucket_view=True,
         )
         if self.parallel.gradient_compression == "bf16":
-            wrapped.register_comm_hook(None, bf16_all_reduce)
+            wrapped.register_comm_hook(None, lambda _, bucket: bf16_all_reduce(bucket))
         return wrapped
 
     def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
@@ -156,7 +156,7 @@ class DataParallel(Distributed):
         return nullcontext() if last or recording else cast(DistributedDataParallel, model).no_sync()
 
 
-def bf16_all_reduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def bf16_all_reduce(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """DDP communication hook: average a bucket over ranks in bf16. PyTorch's own hook requires NCCL."""
     gradient = bucket.buffer()
     compressed = (gradient / dist.get_world_size()).bfloat16()
