@@ -129,12 +129,12 @@ def test_spellings_of_keys(flags, expected):
         ),
         ("eval recall a,b", {"runs": (Path("a,b"),)}),
         ("eval lm-eval run --tasks a,b c", {"run": Path("run"), "tasks": ("a", "b", "c")}),
-        ("bench decode --batches 1 16 --model-contexts=", {"batches": (1, 16), "model_contexts": ()}),
+        ("bench decode --batches 1 16 --contexts=", {"batches": (1, 16), "contexts": ()}),
         ("eval needle run --lengths", {"run": Path("run"), "lengths": ()}),
         ("eval selection-map r o --query -1", {"run": Path("r"), "out": Path("o"), "query": -1}),
-        ("sweep --lengths 1 2 --bucket_mb 1 2.5", {"lengths": (1, 2), "bucket_mb": (1.0, 2.5)}),
+        ("sweep --lengths 1 2", {"lengths": (1, 2)}),
         ("doctor --short --no-short", {"short": False}),
-        ("bench train --no_statistics --out None", {"statistics": False, "out": None}),
+        ("bench train --out None", {"out": None}),
     ],
 )
 def test_spellings_of_function_commands(command, expected):
