@@ -140,19 +140,18 @@ def compare(
     def tensor(*shape: int) -> Any:
         return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_(True)
 
-    inputs = [tensor(1, T, heads, dk)]
-    for tokens in (T,) if model.gate == "none" else (cfg.num_compressed(T), T, T):
+    gated = model.spec("nsa").gate is not None
+    operator: Callable[..., Any] = nsa_attention if gated else block_sparse_attention
+    lengths = {"compressed": cfg.num_compressed(T), "selected": T, "window": T} if gated else {"selected": T}
+    inputs, names = [tensor(1, T, heads, dk)], ["q"]
+    for branch, tokens in lengths.items():
         inputs += [tensor(1, tokens, groups, dk), tensor(1, tokens, groups, dv)]
-    operator: Callable[..., Any] = block_sparse_attention
-    names = ["q", "k_selected", "v_selected"]
-    if model.gate != "none":
-        operator = nsa_attention
-        names = ["q", "k_compressed", "v_compressed", "k_selected", "v_selected", "k_window", "v_window"]
+        names += [f"k_{branch}", f"v_{branch}"]
     if backend == "triton":
         reason = why_not_triton(dict(zip(names, inputs, strict=True)), cfg)
         if reason is not None:
             raise Unsupported(reason)
-    if model.gate != "none":  # fp32, as in the layer
+    if gated:  # fp32, as in the layer
         inputs.append(torch.rand(1, T, heads, 3, generator=generator).to(device).requires_grad_(True))
     weight = torch.randn(1, T, heads, dv, generator=generator).to(device, torch.float32)
     exact = [x.detach().float().requires_grad_(True) for x in inputs]
