@@ -16,7 +16,7 @@ from tercet.parallel.distributed import FullySharded
 
 # Every strategy, with and without recomputed activations and accumulation, and what changes its communication.
 FAST = [
-    "ddp, accumulated, recomputed", "fsdp, grad_op", "fsdp, muon", "cp, learned selector",
+    "ddp, accumulated, recomputed", "fsdp, grad_op", "fsdp, muon", "cp full 1", "cp, learned selector",
     "fsdp, selectors only",
 ]  # fmt: skip
 MANY = ["hsdp, plain", "cp with data"]
