@@ -30,6 +30,7 @@ from tercet.attention.kernels.block_scores import select_by_tokens
 from tercet.attention.kernels.combine import by_branch, combine, deltas, row_shape
 from tercet.attention.kernels.custom_op import operator
 from tercet.attention.kernels.dq import compressed_window_dq
+from tercet.attention.kernels.replay import replayed
 from tercet.attention.kernels.scores import select
 from tercet.attention.kernels.selected.launch import Saved, selected_backward, selected_forward, selected_saved_like
 from tercet.attention.kernels.tiles import Branch
@@ -186,21 +187,25 @@ def nsa_compressed_bounds(cu: Tensor, block: int, stride: int) -> Tensor:
 # ------------------------------------------------------------ compressed attention and selection
 
 
+@replayed
 def compressed_attention(q, kc, vc, cu, ccu, numbers: Numbers) -> tuple[Tensor, Tensor]:
     q, kc, vc = flat(q), flat(kc), flat(vc)
     return compressed.forward(q, kc, vc, numbers.config, _documents(q, kc, cu, ccu, numbers))
 
 
+@replayed
 def compressed_lse(q, kc, cu, ccu, numbers: Numbers) -> Tensor:
     q, kc = flat(q), flat(kc)
     return compressed.log_sum_exp(q, kc, numbers.config, _documents(q, kc, cu, ccu, numbers))
 
 
+@replayed
 def select_blocks(q, kc, lse, cu, ccu, numbers: Numbers) -> Tensor:
     q, kc = flat(q), flat(kc)
     return select(q, kc, lse, numbers.config, _documents(q, kc, cu, ccu, numbers))
 
 
+@replayed
 def select_by_scores(q, k, cu, own: bool, numbers: Numbers) -> Tensor:
     q, k = flat(q), flat(k)
     return select_by_tokens(q, k, numbers.config, _documents(q, None, cu, None, numbers, 1, k), own=own)
@@ -244,6 +249,7 @@ def nsa_select_by_tokens(q, k, cu, own, *numbers):
 # ------------------------------------------------------------ the rest of the forward
 
 
+@replayed
 def attend(x: Tensors, numbers: Numbers, backward: bool = True) -> Attended:
     """Selected and window attention, and the gated sum with the compressed branch's output. `backward`: its backward
     pass may follow."""
@@ -263,6 +269,7 @@ def attend(x: Tensors, numbers: Numbers, backward: bool = True) -> Attended:
     return Attended(combine([x.o_c, o_s, o_w], gates), o_s, lse_s, o_w, lse_w, saved)
 
 
+@replayed
 def run_stages(
     x: Tensors, numbers: Numbers, compressed: bool, choose: bool, backward: bool = True
 ) -> tuple[Tensors, Attended]:
@@ -336,6 +343,7 @@ def nsa_delta(
     return tuple(deltas([o_c, o_s, o_w], flat(dout), flat(gates), mix=True))
 
 
+@replayed
 def gradients(
     dout: Tensor, x: Kept, saved: Sequence[Tensor | None], numbers: Numbers, delta: Tensor | None = None,
     planes: Tensor | None = None,

@@ -1,0 +1,105 @@
+"""Replays of the operator on a CPU: launches run in Triton's interpreter, given addresses as on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from triton.runtime.interpreter import GridExecutor
+
+from cases import inputs
+from tercet.attention import kernels
+from tercet.attention.config import NSAConfig
+from tercet.attention.kernels import launch, replay, tape
+
+pytestmark = pytest.mark.interpreter
+
+CONFIG = NSAConfig(
+    compress_block=8, compress_stride=4, select_block=16, select_count=2, select_initial=0, select_local=1, window=12
+)
+
+
+class Interpreted:
+    """Stands in for a compiled kernel. The interpreter needs the dtype of a pointer, not the tensor's shape."""
+
+    function = packed_metadata = None
+
+    def __init__(self, executor: GridExecutor, args: tuple, options: dict[str, Any], execute: Any) -> None:
+        self.executor, self.options, self.execute = executor, options, execute
+        self.dtypes = [x.dtype if isinstance(x, Tensor) else None for x in args]
+
+    def run(self, *args: Any) -> None:
+        grid, given = args[:3], args[9:]  # between them: stream, handles and hooks
+        executor = GridExecutor(self.executor.fn, self.executor.arg_names, grid)
+        tensors = [x if dtype is None else at(x, dtype) for x, dtype in zip(given, self.dtypes, strict=True)]
+        self.execute(executor, *tensors, **self.options)
+
+
+def at(x: Any, dtype: torch.dtype) -> Tensor:
+    """The first element at an address."""
+    if isinstance(x, Tensor):
+        return x
+    if x == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(x), dtype=dtype)
+
+
+@pytest.fixture(autouse=True)
+def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    usual = GridExecutor.__call__
+
+    def execute(self: GridExecutor, *args: Any, **options: Any) -> None:
+        with _disable_current_modes():  # no operators are recorded inside a kernel
+            usual(self, *args, **options)
+
+    def start(self: GridExecutor, *args: Any, **options: Any) -> Interpreted:
+        execute(self, *args, **options)
+        return Interpreted(self, args, options, execute)
+
+    selected = importlib.import_module("tercet.attention.kernels.selected.launch")
+    monkeypatch.setattr(GridExecutor, "__call__", start)
+    monkeypatch.setattr(selected, "_compiled", {})
+    monkeypatch.setattr(launch, "_VARIANTS", {})
+    for module in (launch, tape):
+        monkeypatch.setattr(module, "current_stream", lambda: 0)
+    monkeypatch.setattr(replay, "can_replay", lambda x: torch._C._len_torch_dispatch_stack() == 0)
+    replay.forget_tapes()
+    yield
+    replay.forget_tapes()
+
+
+@pytest.mark.parametrize("kind", ["all branches", "few blocks", "without compressed", "not contiguous"])
+def test_replayed_calls_have_the_bits_of_first_calls(kind: str) -> None:
+    branches = ("selected", "window") if kind == "without compressed" else ("compressed", "selected", "window")
+    tokens = 24 if kind == "few blocks" else 40  # few: all are selected, without scores
+    first, other = (
+        inputs(
+            CONFIG, tokens, groups=1, per_group=2, key_size=16, value_size=16, dtype=torch.float32, seed=seed
+        ).tensors()
+        for seed in (1, 2)
+    )
+
+    def call(tensors: list[Tensor]) -> list[Tensor]:
+        x = [t.detach().clone() for t in tensors]
+        if kind == "not contiguous":
+            x = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in x]
+        x = [t.requires_grad_() for t in x]
+        out, blocks = kernels.attend(*x, CONFIG, branches=branches)
+        grads = torch.autograd.grad(out, x, torch.linspace(-1, 1, out.numel()).view_as(out), allow_unused=True)
+        return [y for y in (out, blocks, *grads) if y is not None]
+
+    wanted = call(other)
+    replay.forget_tapes()
+    call(first)
+    assert len(replay._tapes) == 2
+    recorded = list(replay._tapes.values())
+    assert None not in recorded
+    found = call(other)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert list(replay._tapes.values()) == recorded
