@@ -143,7 +143,7 @@ def test_an_update_with_the_loss_leaves_all_other_parameters_the_same_bits() -> 
         for layer in model.attention_layers():
             layer.selector.weight = weight
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        train = TrainConfig(clip=0.01, selector=SelectorConfig(lr=1e-2, clip=0.5))
+        train = TrainConfig(clip=0.01, selector=SelectorConfig(lr=1e-2))
         optimizer = build_optimizer(model, train)
         train_step(
             model, optimizer, [MicroBatch(tokens, tokens, None)], step=1, lr=1e-3, clip=train.clip, precision="fp32",
