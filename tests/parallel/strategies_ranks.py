@@ -221,7 +221,7 @@ def run(config, strategy, steps: int) -> dict[str, Any]:  # type: ignore[no-unty
     device = DEVICE
     state = build_state(config, device, strategy, None)
     layers = unwrapped(state.model).attention_layers()
-    nsa = [layer for layer in layers if hasattr(layer, "stats")]
+    nsa = [layer for layer in layers if layer.spec.sparse]
     for layer in nsa:
         layer.stats.enabled = True
     gradients: dict[str, torch.Tensor] = {}
