@@ -57,13 +57,6 @@ def reads_compressed(branches: tuple[str, ...], selector: str) -> bool:
     return "compressed" in branches or ("selected" in branches and selector == "compressed")
 
 
-def kv_sets(branches: tuple[str, ...], selector: str, shared_kv: bool, compress_selected_keys: bool) -> tuple[int, int]:
-    """Sets of keys and of values that an NSA layer projects."""
-    if shared_kv:
-        return 1, 1
-    return (3 - compress_selected_keys, 3) if reads_compressed(branches, selector) else (2, 2)
-
-
 def check_branches(branches: tuple[str, ...]) -> tuple[str, ...]:
     """Return the branches in the paper's order; raise on an empty, repeated or unknown one."""
     unknown = [b for b in branches if b not in BRANCHES]

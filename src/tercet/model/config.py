@@ -284,7 +284,7 @@ class ModelConfig(BaseModel):
         selector = "" if self.selector == "compressed" else f", {self.selector} selector"
         return branches * left_out + selector
 
-    def spec(self, kind: AttentionKind) -> AttentionSpec:
+    def spec(self, kind: str) -> AttentionSpec:
         """The form of attention of layers of this kind."""
         if kind == "dense":
             return DENSE

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tercet.attention.config import BRANCHES, NSAConfig, kv_sets, reads_compressed
+from tercet.attention.config import BRANCHES, NSAConfig, reads_compressed
 from tercet.model.config import ModelConfig
 
 FP32 = 4
@@ -271,15 +271,8 @@ def chunk_rows(vocab_size: int) -> int:
     return max(256, 1 << (max(1, LOGITS_BYTES // (FP32 * vocab_size)).bit_length() - 1))
 
 
-def _kv_sets(model: ModelConfig, kind: str) -> tuple[int, int]:
-    """Projected sets of keys and of values."""
-    if kind != "nsa":
-        return 1, 1
-    return kv_sets(model.branches, model.selector, model.shared_kv, model.compress_selected_keys)
-
-
 def _kv_rows(model: ModelConfig, kind: str) -> int:
-    return model.kv_heads * sum(n * size for n, size in zip(_kv_sets(model, kind), _head_sizes(model), strict=True))
+    return model.kv_heads * sum(n * size for n, size in zip(model.spec(kind).kv_sets, _head_sizes(model), strict=True))
 
 
 def _head_sizes(model: ModelConfig) -> tuple[int, int]:
@@ -288,7 +281,7 @@ def _head_sizes(model: ModelConfig) -> tuple[int, int]:
 
 def _attention_extras(model: ModelConfig, kind: str) -> int:
     """One layer's parameters besides its projections: QK norms, biases, φ with its positions."""
-    extras = (1 + _kv_sets(model, kind)[0]) * model.head_dim if model.qk_norm else 0
+    extras = (1 + model.spec(kind).kv_sets[0]) * model.head_dim if model.qk_norm else 0
     if model.attention_bias:
         extras += model.heads * model.head_dim + _kv_rows(model, kind) + model.dim
     if not _has_gates(model, kind):
@@ -301,7 +294,7 @@ def _attention_extras(model: ModelConfig, kind: str) -> int:
 
 def _projected(model: ModelConfig, kind: str) -> int:
     """Numbers per token in q and the branches' keys and values."""
-    keys_and_values = _kv_sets(model, kind)[1] * model.kv_heads * sum(_head_sizes(model))
+    keys_and_values = model.spec(kind).kv_sets[1] * model.kv_heads * sum(_head_sizes(model))
     return model.heads * model.head_dim + keys_and_values
 
 
@@ -314,7 +307,7 @@ def _block_bytes(model: ModelConfig, kind: str, compute_bytes: int, *, recompute
     gated = _has_gates(model, kind)
     branches = len(model.branches) if gated else 0
     projected = _projected(model, kind)
-    if kind == "nsa" and model.compression == "mean" and _kv_sets(model, kind)[1] == len(BRANCHES):
+    if kind == "nsa" and model.compression == "mean" and model.spec(kind).kv_sets[1] == len(BRANCHES):
         # The gradient of a mean needs no inputs: keys and values of the compressed branch are not saved.
         projected -= model.kv_heads * sum(_head_sizes(model))
     # Compiled (bf16, on GPUs), silu and the gated sum of the branches are recomputed in the backward pass; eager
