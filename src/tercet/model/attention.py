@@ -153,6 +153,11 @@ class Attention(nn.Module):
         return self.spec.kind
 
     @property
+    def score_channels(self) -> Tensor | None:
+        """int64 [c]: channels of q and k that the scorer `own` reads; None for all of them."""
+        return slow_channels(self.head_dim, self.q_proj.weight.device)
+
+    @property
     def branch_names(self) -> tuple[str, ...]:
         """Keys of `routes`: the branches, or dense if no query had to choose blocks."""
         return self._ran
@@ -286,7 +291,7 @@ class Attention(nn.Module):
     def _own_scorer(self, q: Tensor, k: Tensor | None) -> TokenScorer | None:
         if k is None or not self.spec.selects or self.spec.scorer != "own":
             return None
-        return own_scorer(q, k, slow_channels(self.head_dim, q.device))
+        return own_scorer(q, k, self.score_channels)
 
     def _with_selector_loss(
         self, out: Tensor, x: Tensor, scorer: TokenScorer | None, inputs: AttentionInputs, rows: Tensor,

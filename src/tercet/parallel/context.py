@@ -25,7 +25,7 @@ from tercet.attention.config import NSAConfig
 from tercet.attention.dispatch import Route
 from tercet.attention.layout import Packing, Span
 from tercet.attention.operator import Attended, AttentionInputs, attend, select_by_keys
-from tercet.attention.selector import TokenScorer, choose_blocks, own_scorer, slow_channels
+from tercet.attention.selector import TokenScorer, choose_blocks, own_scorer
 from tercet.attention.spec import TOKEN_SCORERS
 from tercet.model.attention import Attention
 from tercet.model.compression import mean_keys
@@ -256,7 +256,7 @@ def _choose_blocks(
     if layer.selector is not None:
         scorer = TokenScorer(*layer.selector(x, shard.position))
     else:
-        scorer = own_scorer(q, k, slow_channels(layer.head_dim, q.device))
+        scorer = own_scorer(q, k, layer.score_channels)
     keys = shard.fetch("selected")(scorer.keys[0])[None]
     found = []
     for chunk in shard.chunks:
