@@ -98,6 +98,7 @@ def test_the_copied_weights_of_a_dtype_stay_where_a_cuda_graph_may_read_them():
 
 
 LEARNED = {"compression": "mean", "selector": "learned", "selector_dim": 16, "selector_rotary": 8}
+OWN = {"selector": "own"}
 YARN = {"rope_scaling": 3.0, "rope_max_wavelength": 500.0, "rope": RopeConfig("yarn", original_length=100)}
 BLOCKS_OF_128 = replace(CFG, select_block=128, select_initial=0, select_local=1, select_count=2)
 OPTIONS = [
@@ -110,6 +111,11 @@ OPTIONS = [
     ({**LEARNED, "branches": ("selected",)}, 127),
     ({**LEARNED, "branches": ("selected", "window")}, 127),
     ({**LEARNED, "selector_dim": 100, "config": BLOCKS_OF_128}, 1000),
+    # scored by all channels of 3 heads, by 32 of 40 of 2, and for the selected branch of NSA by 32 of 48
+    ({"kind": tercet.BlockSparseAttention, **OWN}, 250),
+    ({"kind": tercet.BlockSparseAttention, **OWN, "heads": 6, "kv_heads": 3, "head_dim": 40, **YARN}, 250),
+    ({"kind": tercet.BlockSparseAttention, **OWN, "head_dim": 64, "config": BLOCKS_OF_128, "qk_norm": True}, 1000),
+    ({"compression": "mean", **OWN, "heads": 4, "kv_heads": 2, "head_dim": 48}, 131),
 ]
 
 
@@ -157,9 +163,9 @@ def test_a_step_has_two_products_and_copies_no_keys(selector, monkeypatch):
     assert called == ["linear"] * 2
 
 
-def test_tokens_after_a_prompt_choose_and_read_as_the_whole_sequence_does():
-    options = {"selector": "learned", "selector_dim": 16, "selector_rotary": 8}
-    layer = make(compression="mean", heads=4, kv_heads=2, **options)
+@pytest.mark.parametrize("options", [LEARNED, {**OWN, "head_dim": 40}], ids=str)
+def test_tokens_after_a_prompt_choose_and_read_as_the_whole_sequence_does(options):
+    layer = make(**{"compression": "mean", "heads": 4, "kv_heads": 2, **options})
     x = torch.randn(1, 300, 16)
     cache, seen, chosen = layer.make_cache(1), [], []
     layer.backend = "reference"
@@ -174,7 +180,7 @@ def test_tokens_after_a_prompt_choose_and_read_as_the_whole_sequence_does():
         whole = layer(x)
         torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-5)
         assert torch.equal(torch.stack(chosen, 1), seen[0][:, 294:])
-        layer.selector = None
+        layer.selector, layer.spec = None, replace(layer.spec, scorer="compressed")
         assert not torch.equal(layer(x), whole)  # compressed scores choose other blocks
 
 
@@ -182,7 +188,9 @@ def test_dense_decode_equals_the_reference(reference):
     compare(reference, make(tercet.DenseAttention, qk_norm=True), [0, 70], [None, [0, 1]])
 
 
-@pytest.mark.parametrize(("selector", "scoring"), [("compressed", "k_compressed"), ("learned", "selector")])
+@pytest.mark.parametrize(
+    ("selector", "scoring"), [("compressed", "k_compressed"), ("learned", "selector"), ("own", "k_selected")]
+)
 def test_equal_scores_take_the_lowest_index(selector, scoring):
     layer = make(compression="mean", selector=selector)
     cache = filled(layer, [150], 160)
@@ -315,7 +323,7 @@ def test_a_selector_that_small_gpus_have_no_shared_memory_for_is_refused(monkeyp
         decode.unsupported(torch.device("cpu"), dtype, heads, config) for dtype in (torch.float32, torch.float16)
     ]
     assert reasons[1] is None
-    assert "selector_dim=256 in float32" in reasons[0]
+    assert "by 256 channels in float32" in reasons[0]
 
 
 def test_a_wide_window_leaves_no_more_parts_than_the_merge_holds():

@@ -79,6 +79,7 @@ OPTIONS = [
     {"selector": "learned", "selector_rotary": 0},
     {**LEARNED, "selector_dim": 96, "compress_selected_keys": True},
     {**LEARNED, "branches": ("selected", "window"), "compression": "mean", "rope_max_wavelength": 1000.0},
+    {"selector": "own", "branches": ("selected", "window"), "rope_max_wavelength": 1000.0},
 ]
 
 
@@ -116,6 +117,7 @@ def test_a_learned_selector_equals_the_reference(groups, size, rotary) -> None:
         (tercet.WindowAttention, {"qk_norm": True}, torch.float32),
         (tercet.BlockSparseAttention, {}, torch.bfloat16),
         (tercet.BlockSparseAttention, {"selector": "learned"}, torch.float32),
+        (tercet.BlockSparseAttention, {"selector": "own"}, torch.float32),
     ],
 )
 def test_steps_of_other_forms_equal_the_reference(kind, options, dtype, monkeypatch) -> None:
@@ -219,11 +221,11 @@ def test_launches_that_overlap_write_the_same_bits(options, monkeypatch) -> None
     assert all(torch.equal(a, b) for a, b in zip(stores, others, strict=True))
 
 
-@pytest.fixture(scope="module", params=["nsa", "learned", "dense", "window,nsa"])
+@pytest.fixture(scope="module", params=["nsa", "learned", "own", "dense", "window,nsa"])
 def model(request) -> Transformer:
     torch.manual_seed(0)
-    learned = request.param == "learned"
-    kinds = {"attention": "nsa", **LEARNED} if learned else {"attention": request.param}
+    scorers = {"learned": {"attention": "nsa", **LEARNED}, "own": {"attention": "block-sparse", "selector": "own"}}
+    kinds = scorers.get(request.param, {"attention": request.param})
     config = load(preset="tiny").config.model.model_copy(update=kinds)
     model = Transformer(config).to("cuda").eval()
     for parameter in model.parameters():

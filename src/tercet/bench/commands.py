@@ -73,6 +73,7 @@ def decode(
     steps: int = 64,
     settings: str = "",
     profile: bool = False,
+    layer: bool = False,
 ) -> int:
     """Time decoding with a whole model against dense attention: the first token, then tokens/s.
 
@@ -84,8 +85,13 @@ def decode(
         steps: Tokens generated per timing.
         settings: More configuration keys, e.g. model.selector=compressed.
         profile: Also print the time of each kernel of a step.
+        layer: Instead, one token in one attention layer of 32 heads on 8 KV heads of 128 (block-sparse, own scores).
     """
     _check_at_least(1, batches=batches, contexts=contexts, steps=steps)
+    if layer:
+        from tercet.bench import decode_layer
+
+        return decode_layer.main(batches, contexts)
     from tercet.bench.decode import main
 
     return main(

@@ -521,7 +521,7 @@ class Attention(nn.Module):
     def projections(self, cache: Cache) -> tuple[nn.Linear, ...]:
         """q_proj, kv_proj, gate.proj, and those of a learned selector, if the cache keeps its keys."""
         gate = () if self.gate is None else (self.gate.proj,)
-        own = (self.selector.q_proj, self.selector.k_proj) if self.selector is not None and cache.keeps_selector else ()
+        own = (self.selector.q_proj, self.selector.k_proj) if self.selector is not None and cache.selector_size else ()
         return self.q_proj, self.kv_proj, *gate, *own
 
     def _project_new(
@@ -538,9 +538,12 @@ class Attention(nn.Module):
         scorer = None
         if self.selector is not None and more:
             scorer = TokenScorer(*self.selector.append(more, new, cache, None if rope is None else rope.selector))
-        elif cache.keeps_tokens:
-            k = keys["selected"] if new.fresh else cache.all(new)[0].to(q.dtype)
-            scorer = self._own_scorer(q, k)
+        elif new.fresh:
+            scorer = self._own_scorer(q, keys.get("selected"))
+        elif self.spec.selects and self.spec.scorer == "own":
+            of = cache.scored_channels
+            queries = q if of is None else q.index_select(-1, of)
+            scorer = TokenScorer(queries, cache.selector_keys(new).to(q.dtype), "own")
         compressed: tuple[Tensor | None, Tensor | None] = (None, None)
         if new.fresh:
             compressed = self._compress_prompt(raw_k, keys, values, rope)
@@ -579,7 +582,7 @@ class Attention(nn.Module):
         parts = None if fused is None else split_outputs(fused, layers)
         inputs = self.fused_inputs(x, None, rope) if fused is None else self._split(fused, None, rope, None)
         scorer = self._own_scorer(inputs.q, inputs.k_selected)
-        if self.selector is not None and cache.keeps_selector:
+        if self.selector is not None and cache.selector_size:
             projected = [layer(x) for layer in layers[3:]] if parts is None else parts[3:]
             scorer = TokenScorer(*self.selector.append(projected, new, cache, rope.selector))
         raw_k = None

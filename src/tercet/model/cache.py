@@ -3,7 +3,8 @@
 What the layer's spec reads is stored, per row: keys and values of all tokens, for the selected and the dense branch; a
 ring of the last w tokens, for the window (with shared_kv, the window is the end of all tokens); all compressed tokens,
 and a ring of the last l raw tokens, from which the next compressed token is computed when its last raw token arrives;
-means of blocks of keys, where they choose the blocks; and a learned selector's key per token, rotated at its position.
+means of blocks of keys, where they choose the blocks; and the key per token that scores blocks: a learned selector's,
+rotated at its position, or the slowest channels of the selected branch's (none if all of its channels count).
 
 Rows may differ in length. Every store has one extra slot at the end, to which writes of padding are redirected.
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from tercet.attention.config import MOST_DECODED_BLOCKS, check_sizes
+from tercet.attention.selector import slow_channels
 from tercet.attention.spec import AttentionSpec
 from tercet.model.rope import Rotary
 
@@ -88,7 +90,13 @@ class Cache:
         self.spec, self.config = spec, spec.blocks
         self.keeps_tokens = spec.selects or spec.dense
         self.keeps_window = "window" in spec.branches and not (spec.shared_kv and self.keeps_tokens)
-        self.keeps_selector = "selector_dim" in key and spec.selects
+        own = spec.selects and spec.scorer == "own"
+        self.scored_channels = slow_channels(key["head_dim"], device) if own else None
+        """Of the selected branch's keys, for the scorer `own`; None: all, or another scorer."""
+        self.selector_size = 0 if self.scored_channels is None else len(self.scored_channels)
+        """Channels of the stored keys that score blocks; 0 for none."""
+        if spec.selects and "selector_dim" in key:
+            self.selector_size = key["selector_dim"]
         self.block_indices: Tensor | None = None
         """int32 [B, G, n]: blocks selected by the last step on the decode kernels."""
         self._stores: dict[str, Tensor] = {}
@@ -119,7 +127,7 @@ class Cache:
     @property
     def reads(self) -> Tensor | None:
         """int64 [B, C, G]: keys that each query of the last call read, counted from what was gathered and not masked;
-        without those of a learned selector.
+        without those that only score blocks.
 
         None if nothing was counted: after prefill, after a chunk on the whole-sequence kernels, after `take_rows` and
         `put_row`. PyTorch's dense kernel does not count: every key up to the query is reported.
@@ -349,8 +357,8 @@ class Cache:
                 shapes[f"{kind}_selected"] = groups, size, tokens
             if self.spec.compresses or (self.spec.pools and kind == "k"):
                 shapes[f"{kind}_compressed"] = groups, size, compressed
-        if self.keeps_selector:
-            shapes["selector"] = groups, self.key["selector_dim"], tokens
+        if self.selector_size:
+            shapes["selector"] = groups, self.selector_size, tokens
         return shapes
 
     def _allocate(self, store: Tensor | None, groups: int, size: int, slots: int) -> Tensor:
@@ -391,6 +399,8 @@ class Cache:
         if self.keeps_tokens:
             self._append("k_selected", keys["selected"], new)
             self._append("v_selected", values["selected"], new)
+        if self.scored_channels is not None:
+            self._append("selector", keys["selected"].index_select(-1, self.scored_channels), new)
         if self.keeps_window:
             self._append_ring("k_window", keys["window"], new)
             self._append_ring("v_window", values["window"], new)
@@ -469,8 +479,8 @@ class Cache:
         return self._selector_frequencies
 
     def selector_keys(self, new: NewTokens) -> Tensor:
-        """The selector's rotated keys of all tokens that any of the new tokens can see: [B, S, G, size]."""
-        return self._stores["selector"][:, : new.longest]
+        """The keys that score blocks, of all tokens that any of the new tokens can see: [B, S, G, size]."""
+        return self._stores["selector" if self.selector_size else "k_selected"][:, : new.longest]
 
     def all(self, new: NewTokens) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens that any of the new ones can see."""
@@ -480,7 +490,7 @@ class Cache:
         return self._stores["k_selected"], self._stores["v_selected"]
 
     def stores(self) -> dict[str, Any]:
-        """For the decode kernels: (keys, values) of every kind and a selector's keys; None for what is not kept."""
+        """For the decode kernels: (keys, values) of every kind, and keys that score blocks; None if not kept."""
         names = {"selected": "selected", "window": "window", "compressed": "compressed", "raw": "tail"}
         pairs: dict[str, Any] = {kind: self._pair(name) for kind, name in names.items()}
         return {**pairs, "selector": self._stores.get("selector")}

@@ -2,7 +2,7 @@
 
 One token per row runs on the decode kernels, a chunk of tokens on the whole-sequence kernels; anything they cannot run
 falls back to PyTorch here. Every path reads only the keys that a query may see, num_cmp + Σ|selected tokens| +
-min(w, t+1) per group, and the cache reports how many were read. The keys of a learned selector, one small vector per
+min(w, t+1) per group, and the cache reports how many were read. Keys that only score blocks, one small vector per
 token, are not counted.
 
 layer: an Attention (attention.py, which imports this module).
@@ -64,12 +64,10 @@ def why_not_token_kernels(layer: Any, cache: Cache) -> str | None:
         return f"the cache is on {cache.device} and the kernels need a CUDA device"
     if not layer.phi_is_plain():
         return "the linear layers of φ have hooks or adapters, and the kernels only read weights"
-    if layer.spec.selects and layer.spec.scorer == "own":
-        return "the decode kernels do not choose blocks by own queries and keys"
     from tercet.attention.kernels import decode
 
     config = None if layer.spec.dense else layer.config
-    reason = decode.unsupported(cache.device, cache.dtype, kernel_heads(layer), config)
+    reason = decode.unsupported(cache.device, cache.dtype, kernel_heads(layer, cache), config)
     if reason is None and cache.keeps_blocks:
         # the kernels' scratch covers the whole capacity: check the capacity that this step would allocate
         reason = decode.too_long(cache.capacity_for(max(cache.host_lengths.tokens) + 1), layer.config)
@@ -160,10 +158,10 @@ def _decode_token(layer: Any, x: Tensor, cache: Cache, counts: Tensor | None) ->
     q, kv, *more = project(x, cache, *layer.projections(cache))
     norms = kernel_norms(layer, q.dtype)
     if spec.dense:
-        return kernels.dense_step(q, kv, kernel_cache(cache), counts, kernel_heads(layer), norms=norms)
+        return kernels.dense_step(q, kv, kernel_cache(cache), counts, kernel_heads(layer, cache), norms=norms)
     gates = None if layer.gate is None else more.pop(0)
     out, read, cache.block_indices = kernels.nsa_step(
-        q, kv, gates, kernel_cache(cache), counts, layer.config, kernel_heads(layer), branches=spec.branches,
+        q, kv, gates, kernel_cache(cache), counts, layer.config, kernel_heads(layer, cache), branches=spec.branches,
         shared=spec.gate is None or spec.shared_kv, softmax_gate=spec.gate == "softmax", norms=norms,
         phi=None if layer.gate is None else (phi_weights(layer.compress_k), phi_weights(layer.compress_v)),
         absent=_absent(layer), selector=(more[0], more[1]) if more else None,
@@ -192,11 +190,12 @@ def kernel_cache(cache: Cache) -> Held:
     )  # fmt: skip
 
 
-def kernel_heads(layer: Any) -> Heads:
+def kernel_heads(layer: Any, cache: Cache) -> Heads:
     from tercet.attention.kernels.decode import Heads
 
-    size = 0 if layer.selector is None else layer.selector.size
-    return Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim, size)
+    own = layer.spec.selects and layer.spec.scorer == "own"
+    size = (cache.selector_size or layer.head_dim) if own else cache.selector_size
+    return Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim, size, own)
 
 
 def kernel_norms(layer: Any, dtype: torch.dtype) -> Norms | None:

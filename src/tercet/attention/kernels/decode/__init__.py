@@ -1,8 +1,8 @@
 """A decode step: one new token for each row of a batch, rows of any length.
 
     append   rotate q and k to their positions, write k and v to the cache, run φ on blocks that are now complete
-    attend   compressed tokens, split over programs; keeps their scores, or a learned selector's scores of the blocks
-    scores   block importance, if there is no such selector, and selection of the best blocks
+    attend   compressed tokens, split over programs; keeps their scores, or scores blocks by single tokens
+    scores   block importance, if compressed tokens score, and selection of the best blocks
     attend   selected blocks and window
     merge    parts into branches, branches into the output; advances the row's length
 

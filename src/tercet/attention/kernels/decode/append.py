@@ -5,8 +5,8 @@ One program per row and KV head rotates the queries of its group and writes keys
 for each of a block's l tokens: the slot overwritten now has left the block, so that φ may read the ring in the same
 launch. φ takes the newest token from the projection.
 
-The same program stores a learned selector's key. RoPE may rotate the first channels of this key and of the selector's
-query.
+The same program stores the key that scores blocks: the slowest channels of the selected branch's (`own`), or a learned
+selector's, where RoPE may rotate the first channels of this key and of the selector's query.
 
 q: [B, H·Dk]   kv: [B, sets·G·(Dk + Dv)], in each set all keys, then all values; the first set's keys, or the
 whole set, may be absent. Rows of any stride   cache tensors: [B, slots, G, D]
@@ -63,6 +63,17 @@ def _store_halves(OUT, inside, first, second, HALF: tl.constexpr, HP: tl.constex
 def _store_rotated(OUT, inside, first, second, cos, sin, HALF: tl.constexpr, HP: tl.constexpr):
     cos, sin = cos[None, :], sin[None, :]
     _store_halves(OUT, inside, first * cos - second * sin, second * cos + first * sin, HALF, HP)
+
+
+@triton.jit
+def _store_slowest(OUT, inside, first, second, cos, sin, HALF: tl.constexpr, HP: tl.constexpr, PLANES: tl.constexpr):
+    """Of rotated vectors, the last PLANES channels of each half."""
+    d = tl.arange(0, HP)
+    mask = inside[:, None] & ((d >= HALF - PLANES) & (d < HALF))[None, :]
+    to = OUT[:, None] + (d - (HALF - PLANES))[None, :]
+    cos, sin = cos[None, :], sin[None, :]
+    tl.store(to, (first * cos - second * sin).to(OUT.dtype.element_ty), mask=mask)
+    tl.store(to + PLANES, (second * cos + first * sin).to(OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -130,7 +141,7 @@ def decode_append_kernel(
     eps, Q_ROW: tl.constexpr, KV_ROW: tl.constexpr, L: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
     SETS: tl.constexpr, ABSENT: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, HALFP: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, SD: tl.constexpr, SDP: tl.constexpr,
-    ROTATED: tl.constexpr, NORM: tl.constexpr,
+    ROTATED: tl.constexpr, PLANES: tl.constexpr, NORM: tl.constexpr,
     MASKED: tl.constexpr, MLP: tl.constexpr, SELECTED: tl.constexpr, RING: tl.constexpr, COMPRESSED: tl.constexpr,
     POOL: tl.constexpr, SELECTOR: tl.constexpr, CHUNK: tl.constexpr, SLICES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -208,6 +219,9 @@ def decode_append_kernel(
             if SELECTED:
                 _store_rotated(_slot(KS, b, selected_slots, t, g, G, DK) + one, alone, s1, s2, cos, sin, HALF, HALFP)
                 _store(_slot(VS, b, selected_slots, t, g, G, DV), sv, DV, DVP)
+            if PLANES > 0:
+                to = _slot(SELECTOR_KEYS, b, selected_slots, t, g, G, SD) + one
+                _store_slowest(to, alone, s1, s2, cos, sin, HALF, HALFP, PLANES)
             if RING:
                 slot_w = t % WINDOW
                 _store_rotated(_slot(KW, b, WINDOW + 1, slot_w, g, G, DK) + one, alone, w1, w2, cos, sin, HALF, HALFP)
@@ -232,7 +246,7 @@ class Held:
     compressed: tuple[Tensor, Tensor] | None = None
     raw: tuple[Tensor, Tensor] | None = None  # a ring of the last l tokens; None: compressed keys are means of selected
     arrived: Tensor | None = None  # int32 [arrivals(…)]: counters of finished programs, 0 between steps
-    selector: Tensor | None = None  # a learned selector's keys, in the slots of `selected`
+    selector: Tensor | None = None  # the keys that score blocks, in the slots of `selected`; None: `selected` itself
     selector_frequencies: Tensor | None = None  # of the selector's first channels, two for each; None: it rotates none
 
 
@@ -256,7 +270,7 @@ def append(
     selector: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Write the tokens to the cache; returns the rotated queries, and those of the selector. counts: int32 [B], 0 for
-    rows without a new token. selector: queries and keys [B, G·size]."""
+    rows without a new token. selector: queries and keys of a learned one, [B, G·size]."""
     batch, groups, per_group = q.shape[0], heads.groups, heads.heads // heads.groups
     key_size, value_size = heads.key_size, heads.value_size
     selector_size = max(1, heads.selector_size)
@@ -278,6 +292,7 @@ def append(
     selector_q, selector_k = selector or (None, None)
     selector_rows = (0, 0) if selector is None else tuple(x.stride(0) for x in selector)
     rotated, rotated_q = 0, None
+    planes = selector_size // 2 if heads.own and held.selector is not None else 0
     if selector_q is not None and held.selector_frequencies is not None:
         rotated = 2 * held.selector_frequencies.shape[0]
         rotated_q = torch.empty(selector_q.shape, dtype=dtype, device=q.device)
@@ -291,7 +306,7 @@ def append(
         (0.0 if norms is None else norms.eps, q.stride(0), kv.stride(0), config.compress_block, config.compress_stride,
          config.window, sets, absent, groups, per_group, power_of_2(per_group), key_size, value_size,
          power_of_2(key_size // 2), padded(key_size), padded(value_size), selector_size, padded(selector_size), rotated,
-         norms is not None, counts is not None, mlp, held.selected is not None, held.window is not None,
+         planes, norms is not None, counts is not None, mlp, held.selected is not None, held.window is not None,
          held.raw is not None, held.raw is None and held.compressed is not None, selector_k is not None,
          64 if dtype != torch.float32 else 32 if max(key_size, value_size) <= 128 else 16, count,
          early),

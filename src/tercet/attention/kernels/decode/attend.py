@@ -8,6 +8,8 @@ q: [B, H, Dk]
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,9 +17,9 @@ from torch import Tensor
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.kernels import table
-from tercet.attention.kernels.block_scores import weight, weight_scale
-from tercet.attention.kernels.decode.common import Parts, Scores, row_is_active, wait_for_previous_launch
-from tercet.attention.kernels.launch import LOG2E, call, padded
+from tercet.attention.kernels.block_scores import positive, weight, weight_scale
+from tercet.attention.kernels.decode.common import Heads, Parts, Scores, row_is_active, wait_for_previous_launch
+from tercet.attention.kernels.launch import LOG2E, call, padded, power_of_2
 from tercet.attention.kernels.table import overlap_launches
 
 
@@ -110,32 +112,43 @@ def _attend_split(
 @triton.jit
 def _score_blocks(
     Q, K, SCORES, b, g0, row, first, end, slots, room, scale,
-    BLOCK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, AT_ONCE: tl.constexpr, RP: tl.constexpr, WP: tl.constexpr,
-    N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, DQ: tl.constexpr, D: tl.constexpr, AT_ONCE: tl.constexpr,
+    HP: tl.constexpr, RP: tl.constexpr, WP: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     """Scores of the blocks first … end-1, all complete, for the KV heads g0 … g0+AT_ONCE-1 (block_scores.py).
-    row: numbers from one row of Q to the next.
+    row: numbers from one row of Q to the next. HEADS: queries per KV head, HP a power of two of rows for them. D:
+    channels of a key, the last D/2 of each half of a query's DQ.
 
-    Keys of these heads are read together, in long contiguous rows. The queries are the rows of a block-diagonal
-    matrix, each in its head's channels, so that one product gives the logits of all heads. A NaN in one head's key
+    Keys of these KV heads are read together, in long contiguous rows. The queries are the rows of a block-diagonal
+    matrix, each in its KV head's channels, so that one product gives the logits of all heads. A NaN in one head's key
     is a NaN for all of them (0 · NaN), and counts as the lowest logit."""
     i = tl.arange(0, N)
     r = tl.arange(0, RP)
     c = tl.arange(0, WP)
     NB: tl.constexpr = N // BLOCK
+    SETS: tl.constexpr = RP // HP
     here = (c < AT_ONCE * D) & (g0 * D + c < G * D)
-    q = tl.load(Q + b.to(tl.int64) * row + g0 * D + c[None, :], mask=here[None, :] & (c[None, :] // D == r[:, None]),
+    channel = tl.where(c % D < D // 2, DQ // 2 - D // 2, DQ - D) + c % D
+    real = (r % HP < HEADS) & (r // HP < AT_ONCE)
+    at = ((g0 + r // HP) * HEADS + r % HP) * DQ
+    q = tl.load(Q + b.to(tl.int64) * row + at[:, None] + channel[None, :],
+                mask=real[:, None] & here[None, :] & (c[None, :] // D == r[:, None] // HP),
                 other=0.0).to(K.dtype.element_ty)  # fmt: skip
     K += (b.to(tl.int64) * slots + first * BLOCK) * (G * D) + g0 * D
-    SCORES += (b.to(tl.int64) * G + g0 + r[:, None]) * room
-    head = (r < AT_ONCE) & (g0 + r < G)
+    g = tl.arange(0, SETS)
+    SCORES += (b.to(tl.int64) * G + g0 + g[:, None]) * room
+    some = (g < AT_ONCE) & (g0 + g < G)
     for j in tl.range(first, end, NB, num_stages=STAGES):
         k = tl.load(K + i[:, None] * (G * D) + c[None, :], mask=(i < (end - j) * BLOCK)[:, None] & here[None, :],
                     other=0.0)  # fmt: skip
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        score = tl.sum(weight(s, scale).reshape(RP, NB, BLOCK), 2)
+        if OWN:
+            best = tl.where(real[:, None], tl.max(s.reshape(RP, NB, BLOCK), 2), float("-inf"))
+            score = positive(tl.max(best.reshape(SETS, HP, NB), 1))
+        else:
+            score = tl.sum(weight(s, scale).reshape(RP, NB, BLOCK), 2)
         block = j + tl.arange(0, NB)[None, :]
-        tl.store(SCORES + block, score, mask=head[:, None] & (block < end))
+        tl.store(SCORES + block, score, mask=some[:, None] & (block < end))
         K += N * G * D
 
 
@@ -146,16 +159,16 @@ def decode_prefix_kernel(
     L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr,
     LOCAL: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, RP: tl.constexpr, DK: tl.constexpr,
     DKP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, N: tl.constexpr,
-    SD: tl.constexpr, SG: tl.constexpr, SRP: tl.constexpr, SWP: tl.constexpr, SN: tl.constexpr, SSTAGES: tl.constexpr,
-    MASKED: tl.constexpr, ATTEND: tl.constexpr, SCORES: tl.constexpr, OUT: tl.constexpr, SELECTOR: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SHEADS: tl.constexpr, SDQ: tl.constexpr, SD: tl.constexpr, SG: tl.constexpr, SHP: tl.constexpr, SRP: tl.constexpr,
+    SWP: tl.constexpr, SN: tl.constexpr, SSTAGES: tl.constexpr, OWN: tl.constexpr, MASKED: tl.constexpr,
+    ATTEND: tl.constexpr, SCORES: tl.constexpr, OUT: tl.constexpr, SELECTOR: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """`splits` programs of a pair attend to keys 0, 1, … of a cache tensor: all tokens up to the query (L = S = 1), or
     the compressed tokens that it sees. SCORES: they write the scores, for the selection. Without OUT they read no
     values.
 
-    SELECTOR: before them, `scoring` programs for every SG KV heads write a learned selector's scores of the blocks
-    among which it chooses."""
+    SELECTOR: before them, `scoring` programs for every SG KV heads write scores by single tokens of the blocks that are
+    free."""
     program = tl.program_id(0)
     b = tl.program_id(1)
     SETS: tl.constexpr = (G + SG - 1) // SG if SELECTOR else 0
@@ -171,7 +184,7 @@ def decode_prefix_kernel(
             start = INITIAL + program % scoring * span
             stop = tl.minimum(start + span, INITIAL + free)
             _score_blocks(SQ, SK, LOGITS, b, program // scoring * SG, selector_row, start, stop, selector_slots, room,
-                          selector_scale, BLOCK, G, SD, SG, SRP, SWP, SN, SSTAGES)  # fmt: skip
+                          selector_scale, BLOCK, G, SHEADS, SDQ, SD, SG, SHP, SRP, SWP, SN, SSTAGES, OWN)  # fmt: skip
     if ATTEND:
         if program >= scoring * SETS:
             g = (program - scoring * SETS) // splits
@@ -265,41 +278,42 @@ def tile_keys(q: Tensor, value_size: int) -> int:
     return 64 if bytes_ <= 256 else 32 if bytes_ <= 512 else 16
 
 
-def selector_heads(groups: int, size: int) -> int:
-    """KV heads whose selector keys a program reads together: up to 256 bytes a token in half precision."""
-    return max(1, min(groups, 128 // size))
+class ScoreTile(NamedTuple):
+    """What a program of `_score_blocks` reads at once."""
+
+    groups: int  # KV heads: up to 256 bytes a token in half precision
+    rows_per_group: int  # a power of two, for its queries
+    rows: int
+    channels: int
+    tokens: int  # whole blocks: 16 KiB in half precision
+    stages: int  # one if a tile is large already
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Upper bound on shared memory: tiles of keys, the queries, and the logits, which pass through it to change
+        layout."""
+        vectors = max(1, self.stages - 1) * self.tokens + self.rows
+        return vectors * self.channels * dtype.itemsize + self.rows * self.tokens * 4
 
 
-def selector_tile(groups: int, size: int, block: int) -> int:
-    """Tokens per tile of a learned selector's keys, whole blocks: 16 KiB in half precision."""
-    return max(block, 8192 // padded(selector_heads(groups, size) * size))
-
-
-def selector_stages(dtype: torch.dtype, groups: int, size: int, block: int) -> int:
-    """Pipeline stages of `_score_blocks`: one if a tile is large already."""
-    tile = selector_tile(groups, size, block) * padded(selector_heads(groups, size) * size)
-    return 3 if tile * dtype.itemsize <= 32768 else 1
-
-
-def selector_bytes(dtype: torch.dtype, groups: int, size: int, block: int) -> int:
-    """Upper bound on the shared memory of `_score_blocks`: tiles of keys, the queries, and the logits, which pass
-    through it to change layout."""
-    heads, tokens = selector_heads(groups, size), selector_tile(groups, size, block)
-    tiles = max(1, selector_stages(dtype, groups, size, block) - 1)
-    rows = tiles * tokens + padded(heads)
-    return rows * padded(heads * size) * dtype.itemsize + padded(heads) * tokens * 4
+def score_tile(heads: Heads, block: int, dtype: torch.dtype) -> ScoreTile:
+    per_group = power_of_2(heads.heads // heads.groups) if heads.own else 1
+    groups = max(1, min(heads.groups, 128 // heads.selector_size, 64 // per_group))
+    channels = padded(groups * heads.selector_size)
+    tokens = max(block, 8192 // channels)
+    stages = 3 if tokens * channels * dtype.itemsize <= 32768 else 1
+    return ScoreTile(groups, per_group, padded(power_of_2(groups) * per_group), channels, tokens, stages)
 
 
 def attend_prefix(
     q: Tensor, held: tuple[Tensor, Tensor] | None, lengths: Tensor, counts: Tensor | None, parts: Parts, splits: int,
     config: NSAConfig | None, scores: Scores | None, *, out: bool = True,
-    selector: tuple[Tensor, Tensor] | None = None, scoring: int = 0,
+    selector: tuple[Tensor, Tensor] | None = None, scoring: int = 0, sizes: Heads | None = None,
 ) -> None:  # fmt: skip
     """Every key of a cache tensor (config None), or the compressed tokens, as the first `splits` parts; held: keys and
-    values, None to skip them. scores: filled with the scores of these keys or, if there is one, of the selector.
+    values, None to skip them. scores: filled with the scores of these keys or, with a selector, of blocks.
 
-    selector: queries [B, G·size] of the new tokens, and all keys; `scoring` programs per row and `selector_heads`
-    read them."""
+    selector: queries of the new tokens (a learned selector's [B, G·size], or the rotated ones), and the keys that they
+    score, of these `sizes`; `scoring` programs per row and `ScoreTile.groups` read them."""
     batch, heads, size = q.shape
     groups = parts.read.shape[1]
     keys, values = held or (None, None)
@@ -309,22 +323,23 @@ def attend_prefix(
     logits = None if scores is None else scores.logits
     selector_q, selector_k = selector or (None, None)
     row = selector_slots = programs = 0
-    choice, own = (0,) * 4, (1,) * 6  # what blocks there are to choose from, and the selector's tile
+    choice, tile = (0,) * 4, (1,) * 9  # what blocks there are to choose from, and what scores them
+    own, score_scale = False, 0.0
     if config is not None and selector_q is not None and selector_k is not None:
-        row, selector_slots, own_size = selector_q.stride(0), selector_k.shape[1], selector_k.shape[3]
+        assert sizes is not None
+        row, selector_slots, own = selector_q.stride(0), selector_k.shape[1], sizes.own
         choice = config.select_block, config.select_count, config.select_initial, config.select_local
-        at_once = selector_heads(groups, own_size)
-        tokens, channels = selector_tile(groups, own_size, config.select_block), padded(at_once * own_size)
-        stages = selector_stages(selector_k.dtype, groups, own_size, config.select_block)
-        own = own_size, at_once, padded(at_once), channels, tokens, stages
-        programs = scoring * -(-groups // at_once)
+        scored = score_tile(sizes, config.select_block, selector_k.dtype)
+        queries = (heads // groups, size) if own else (1, sizes.selector_size)
+        tile, score_scale = (*queries, sizes.selector_size, *scored), weight_scale(sizes.selector_size)
+        programs = scoring * -(-groups // scored.groups)
     call(
         decode_prefix_kernel, (programs + (0 if held is None else splits * groups), batch),
         (q, keys, values, selector_q, selector_k, lengths, counts, parts.o, parts.lse, parts.read, logits),
         (0 if keys is None else keys.shape[1], 0 if logits is None else logits.shape[2], splits, parts.count, row,
          selector_slots, scoring),
-        (size**-0.5 * LOG2E, weight_scale(own[0]), l, d, *choice, groups, heads // groups, padded(heads // groups),
-         size, padded(size), value_size, padded(value_size), tile_keys(q, value_size), *own, counts is not None,
+        (size**-0.5 * LOG2E, score_scale, l, d, *choice, groups, heads // groups, padded(heads // groups),
+         size, padded(size), value_size, padded(value_size), tile_keys(q, value_size), *tile, own, counts is not None,
          held is not None, logits is not None and selector is None, out, selector is not None, early),
         num_warps=4, num_stages=3, launch_pdl=early,
     )  # fmt: skip

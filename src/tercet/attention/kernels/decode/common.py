@@ -25,7 +25,8 @@ class Heads:
     groups: int
     key_size: int
     value_size: int
-    selector_size: int = 0  # 0: the compressed tokens score the blocks
+    selector_size: int = 0  # channels of the keys that score blocks; 0: the compressed tokens score them
+    own: bool = False  # these keys are the slowest channels of the selected branch's, not a learned selector's
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Scores:
-    """What blocks are selected by: scores of the compressed tokens, or a learned selector's scores of the blocks."""
+    """What blocks are selected by: scores of the compressed tokens, or scores of the blocks by single tokens."""
 
     logits: Tensor  # fp32 [B, H, room], base 2; of blocks: [B, G, room]
     lse: Tensor | None  # fp32 [B, H, splits or more], base 2: of each split's keys, -inf for none; of blocks: None

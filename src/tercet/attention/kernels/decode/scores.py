@@ -1,5 +1,5 @@
-"""Block importance for one query per row (Eq. 9, 10), and the selection of the best blocks (Eq. 11), also by a learned
-selector's scores.
+"""Block importance for one query per row (Eq. 9, 10), and the selection of the best blocks (Eq. 11), also by scores
+from single tokens (attend.py).
 
 Scores are normalised here, with the log-sum-exp over all parts, not part by part: equal keys then have equal importance
 to the last bit wherever they are, and ties are broken by index.
@@ -8,7 +8,7 @@ The last program of a (row, KV head) pair to finish its scores selects. If that 
 binary search, programs first pick the best of their own blocks by comparing all pairs; at 1,024 blocks that took 2 µs
 more than it saved.
 
-logits: fp32 [B, H, room], base 2; or a learned selector's scores of blocks [B, G, room]
+logits: fp32 [B, H, room], base 2; or scores of blocks by single tokens [B, G, room]
 keys, places: int32 [B, G, programs · kept]: candidate blocks in order, -1 for none
 arrived: int32 [B·G], 0 between steps
 """
@@ -87,7 +87,7 @@ def decode_scores_kernel(
     L: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, INITIAL: tl.constexpr,
     LOCAL: tl.constexpr, CP: tl.constexpr, NP: tl.constexpr, G: tl.constexpr,
     HEADS: tl.constexpr, RP: tl.constexpr, SP: tl.constexpr, NB: tl.constexpr, KEPT: tl.constexpr,
-    LEARNED: tl.constexpr, MASKED: tl.constexpr, OVERLAP: tl.constexpr,
+    BY_TOKENS: tl.constexpr, MASKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     first = program * NB
@@ -112,7 +112,7 @@ def decode_scores_kernel(
         if (WANTED > 0) & (current >= COUNT) & (first <= current - LOCAL):
             block = first + tl.arange(0, NB)
             free = (block >= INITIAL) & (block <= current - LOCAL)
-            if LEARNED:
+            if BY_TOKENS:
                 score = tl.load(LOGITS + pair_of * room + block, mask=free, other=0.0)
             else:
                 score = _importance(LOGITS, LSE, pair_of, first, after, room, splits, parts, L, S, BLOCK, HEADS, RP, SP,
@@ -162,11 +162,11 @@ def select_blocks(
     """Fill indices, int32 [B, G, n]: ascending, -1 at the end."""
     logits, lse = scores.logits, scores.lse
     batch, groups, count = indices.shape
-    learned = lse is None
-    splits = 1 if learned else splits
+    by_tokens = lse is None
+    splits = 1 if by_tokens else splits
     heads = logits.shape[1] // groups
     l, d, block = config.compress_block, config.compress_stride, config.select_block
-    per = 64 if learned else max(1, min(64, 256 * d // block))
+    per = 64 if by_tokens else max(1, min(64, 256 * d // block))
     programs = -(-blocks // per)
     kept = min(per, power_of_2(max(1, count - config.select_initial - config.select_local)))
     if programs * kept > 64 and blocks <= 1024:
@@ -180,6 +180,6 @@ def select_blocks(
         (logits.shape[2], programs * kept, splits, 0 if lse is None else lse.shape[2]),
         (l, d, block, count, config.select_initial, config.select_local, power_of_2(count), listed, groups, heads,
          power_of_2(heads),
-         max(16, power_of_2(splits)), per, kept, learned, counts is not None, early),
+         max(16, power_of_2(splits)), per, kept, by_tokens, counts is not None, early),
         num_warps=8 if listed > 4096 else 4, launch_pdl=early,
     )  # fmt: skip

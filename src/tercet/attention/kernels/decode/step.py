@@ -18,9 +18,7 @@ from tercet.attention.kernels.decode.attend import (
     empty_parts,
     read_bytes,
     read_stages,
-    selector_bytes,
-    selector_heads,
-    selector_tile,
+    score_tile,
     tile_keys,
     window_tile,
 )
@@ -44,7 +42,7 @@ def unsupported(device: torch.device, dtype: torch.dtype, heads: Heads, config: 
         if size > 256:
             return f"{name}={size} is more than 256"
     if heads.selector_size > 256:
-        return f"selector_dim={heads.selector_size} is more than 256"
+        return f"the keys that score blocks have {heads.selector_size} channels: more than 256"
     if (per_group := heads.heads // heads.groups) > 128:
         return f"{per_group} heads per group are more than 128"
     if config is None:
@@ -59,10 +57,10 @@ def unsupported(device: torch.device, dtype: torch.dtype, heads: Heads, config: 
             f"and there are {table.shared_memory(device)}"
         )
     if heads.selector_size:
-        needed = selector_bytes(dtype, heads.groups, heads.selector_size, config.select_block)
+        needed = score_tile(heads, config.select_block, dtype).bytes(dtype)
         if needed > table.shared_memory(device):
             return (
-                f"a block of select_block={config.select_block} with selector_dim={heads.selector_size} in "
+                f"scoring a block of select_block={config.select_block} by {heads.selector_size} channels in "
                 f"{str(dtype).removeprefix('torch.')} takes {needed} bytes of shared memory, and there are "
                 f"{table.shared_memory(device)}"
             )
@@ -97,9 +95,9 @@ def nsa_step(
         norms=norms, phi=phi, selector=None if selector is None else (selector[0].flatten(1), selector[1].flatten(1)),
     )  # fmt: skip
     pairs = batch * heads.groups
-    select, learned = "selected" in branches, selector is not None
+    select, by_tokens = "selected" in branches, heads.selector_size > 0
     # the compressed tokens are also read if only the selection needs them
-    attend = held.compressed is not None and ("compressed" in branches or (select and not learned))
+    attend = held.compressed is not None and ("compressed" in branches or (select and not by_tokens))
     split = splits or _splits(device, pairs, config.num_compressed(held.tokens), tile_keys(rotated, heads.value_size))
     a = split if attend else 0
     slots = max(config.select_count, config.num_blocks(dense_below))
@@ -111,17 +109,19 @@ def nsa_step(
     parts = empty_parts(rotated, heads.groups, heads.value_size, a + selected_parts + window_parts)
     scores = indices = None
     if select:
-        count = config.num_blocks(held.tokens) if learned else config.num_compressed(held.tokens)
+        count = config.num_blocks(held.tokens) if by_tokens else config.num_compressed(held.tokens)
         # rows of scores start at multiples of 16 bytes
-        shape = batch, heads.groups if learned else heads.heads, -(-max(1, count) // 4) * 4
-        scores = Scores(torch.empty(shape, dtype=torch.float32, device=device), None if learned else parts.lse)
+        shape = batch, heads.groups if by_tokens else heads.heads, -(-max(1, count) // 4) * 4
+        scores = Scores(torch.empty(shape, dtype=torch.float32, device=device), None if by_tokens else parts.lse)
     if attend or scores is not None:
-        own, scoring = None, 0
-        if selector_q is not None and held.selector is not None:
-            own, scoring = (selector_q, held.selector), _scoring_programs(batch, held, config)
+        scorer, scoring = None, 0
+        if scores is not None and by_tokens:
+            keys = held.selector if held.selector is not None else held.selected[0]  # type: ignore[index]
+            queries = rotated.flatten(1) if heads.own else selector_q
+            scorer, scoring = (queries, keys), _scoring_programs(batch, keys, config, heads)
         attend_prefix(
             rotated, held.compressed if attend else None, held.lengths, counts, parts, split, config, scores,
-            out="compressed" in branches, selector=own, scoring=scoring,
+            out="compressed" in branches, selector=scorer, scoring=scoring, sizes=heads,  # type: ignore[arg-type]
         )  # fmt: skip
     if scores is not None:
         assert held.arrived is not None
@@ -164,14 +164,12 @@ def _splits(device: torch.device, pairs: int, keys: int, tile: int) -> int:
     return max(1, min(MOST_SPLITS, -(-keys // tile), 2 * _multiprocessors(device) // pairs))
 
 
-def _scoring_programs(batch: int, held: Held, config: NSAConfig) -> int:
-    """Programs per row and `selector_heads` that read a learned selector's keys: four per multiprocessor, and no more
-    than there are tiles."""
-    assert held.selector is not None
-    groups, size = held.selector.shape[2:]
-    sets = batch * -(-groups // selector_heads(groups, size))
-    tiles = -(-held.tokens // selector_tile(groups, size, config.select_block))
-    return max(1, min(tiles, 4 * _multiprocessors(held.selector.device) // sets))
+def _scoring_programs(batch: int, keys: Tensor, config: NSAConfig, heads: Heads) -> int:
+    """Programs per row and `ScoreTile.groups` that read the keys by which blocks are scored: four per multiprocessor,
+    and no more than there are tiles."""
+    tile = score_tile(heads, config.select_block, keys.dtype)
+    sets, tiles = batch * -(-heads.groups // tile.groups), -(-keys.shape[1] // tile.tokens)
+    return max(1, min(tiles, 4 * _multiprocessors(keys.device) // sets))
 
 
 def _blocks_per_part(device: torch.device, pairs: int, blocks: int, window_tiles: int) -> int:
