@@ -245,7 +245,7 @@ def readme() -> str:
 
 def config_sections() -> str:
     """Sections of the configuration, with the first sentence of their docstrings."""
-    from tercet.config.help import about_table, table_names
+    from tercet.config.flags import about_table, table_names
     from tercet.config.keys import all_keys
 
     rows = [[f"`{name}`", about_table(name).partition(". ")[0].rstrip(".")] for name in table_names(all_keys())]

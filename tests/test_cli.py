@@ -203,7 +203,7 @@ def test_a_run_of_several_ranks_resumes_on_one(tmp_path, monkeypatch):
     loaded = load("tiny", flags={"parallel.strategy": "fsdp", "parallel.world_size": 2, "train.micro_batch": 2})
     write_config(loaded.config, loaded.origins, tmp_path)
     resumed = ["--resume", "auto", "--run.dir", str(tmp_path), "--parallel.strategy", "single"]
-    assert cli._load(cli.TrainOptions, resumed, "train", None)[0].config.parallel.world_size == 1
+    assert cli._load(cli.train, resumed, "tercet train")[0].config.parallel.world_size == 1
 
 
 def test_config_diff_names_what_differs(capsys, tmp_path):
@@ -272,18 +272,18 @@ def test_commands_are_refused_before_torch_is_loaded(tmp_path):
     for name in ("config.toml", "model.safetensors"):
         (bare / name).touch()
     commands = {
-        "train --preset tiny --train.steps x": "x is not an integer",
+        "train --preset tiny --train.steps x": "must be an integer",
         "train --preset tiny --run.threads 100000": "run.threads=100000 is more than the",
         "train --preset tiny --train.init_from nowhere": "nowhere does not exist",
         "train --preset tiny --data.source text --data.path nowhere": "nowhere matches no file",
         f"train --preset tiny --run.dir {run_folder}": "already holds a run",
         f"train --run.dir {run_folder} --resume auto --train.lr 5": "train.lr was",
         f"train --preset tiny --train.init_from {run_folder} --model.vocab_size 512": "train with its tokenizer",
-        "sweep --steps x": "x is not an integer",
+        "sweep --steps x": "must be an integer",
         "doctor --what": "unknown option --what",
-        "watch x --every x": "x is not a number",
-        "data prepare --workers x": "x is not an integer",
-        "bench train --steps x": "x is not an integer",
+        "watch x --every x": "must be a number",
+        "data prepare --out o --workers x": "must be an integer",
+        "bench train --steps x": "must be an integer",
         "generate nowhere --prompt a": "nowhere does not exist",
         f"generate {bare}": "no prompt given",
         f"generate {bare} --prompt a --temperature -1": "temperature=-1",
@@ -294,7 +294,7 @@ def test_commands_are_refused_before_torch_is_loaded(tmp_path):
         f"eval needle {bare} --depths 2": "depths=(2.0,) must be",
         f"eval recall {bare} --documents 0": "documents=0",
         f"eval recall {run_folder}": "not on the recall task",
-        f"eval ruler {run_folder} --tasks nothing": "nothing is unknown",
+        f"eval ruler {run_folder} --tasks nothing": "tasks=nothing (flag): entry 1: must be one of niah_single_1",
         f"eval lm-eval {bare}": "no task given",
         f"eval selection-map {bare} out.html": "no prompt given",
         f"export hf nowhere {tmp_path / 'out'}": "nowhere does not exist",
@@ -523,7 +523,7 @@ def test_documented_launches_split_a_step_evenly(monkeypatch):
         ranks = [int(n) for n in re.findall(r"--(?:nnodes|nproc-per-node)=(\d+)", launcher)]
         monkeypatch.setenv("WORLD_SIZE", str(math.prod(ranks)))
         words = [word for word in shlex.split(arguments) if word not in ("--resume", "auto")]
-        assert cli._load(cli.TrainOptions, words, "train", None)[0].config.accumulation >= 1
+        assert cli._load(cli.train, words, "tercet train")[0].config.accumulation >= 1
 
 
 def test_the_example_file_of_the_docs_is_valid(tmp_path):

@@ -46,129 +46,43 @@ def a_folder_to_stand_in(tmp_path, monkeypatch):
 
 
 WRONG = """
-trian                                                                        unknown command trian: did you mean train?
-config shwo                                                              unknown command config shwo: did you mean show?
-train                                                                        tercet train --preset tiny` (
-train tiny                                                       unexpected argument tiny: did you mean --preset tiny?
-train --preset tinny                                                         unknown preset tinny: did you mean tiny?
-train --preset tiny --train.lrr 1                                    unknown option --train.lrr: did you mean --train.lr
-train --preset tiny --lr 1                                                 unknown option --lr: did you mean --train.lr?
-train --preset tiny --resum auto                                          unknown option --resum: did you mean --resume?
-train --preset tiny --model.attention flash                             'flash' is unknown: pick from nsa, dense, window
-train --preset m7c --model.kv_heads 5                      heads=12 is not a multiple of kv_heads=5: pick one of 1, 2, 3
-train --preset tiny --train.tokens_per_step 1000                             is not a multiple of
-train --preset tiny --train.stages 256:9,2048:5                              write 2048:5:tokens_per_step=2048
-train --preset tiny --data.mixture x                                         data.mixture is a table and has no flag
-plan --config nowhere.toml                                                   config file nowhere.toml does not exist
-config diff tiny                                                         compares two presets, TOML files or run folders
-config diff tiny nothing                                            nothing is not a preset, a TOML file or a run folder
-presets tiny                                                                 tercet presets takes no arguments
-bench train --preset tinny                                                   unknown preset tinny: did you mean tiny?
-sweep --strategies bogus                     --strategies bogus: bogus is unknown: pick from single, ddp, fsdp, hsdp, cp
-sweep --checkpointing some                        --checkpointing some: some is unknown: pick from none, full, selective
-plan --preset tiny --gpu RX1                                                 --gpu RX1 is unknown
-config diff tiny empty                                                       empty/config.toml does not exist
-train --preset tiny --data.source text --data.path nowhere --run.dir new     nowhere matches no file
-train --preset tiny --data.source jsonl --data.path jl/*.json --run.dir new  path=jl/*.json matches no file
-train --preset tiny --data.source shards --data.path empty --run.dir new     empty has no manifest.json
-train --preset tiny --data.tokenizer ./no.json --run.dir new                 tokenizer=./no.json: no.json does not exist
-train --preset tiny --data.eos_token x --run.dir new                         eos_token='x' with tokenizer=byte
-train --preset tiny --run.dir run                                            run already holds a run
-train --preset tiny --run.dir text.txt                                       run folder text.txt cannot be written
-train --preset tiny --run.dir text.txt/new              cannot be written (Not a directory): pick another --run.dir
-train --preset tiny --run.dir blocked                                        blocked/events_rank0.jsonl is not a file
-train --preset tiny --run.dir blocked --resume auto                          blocked/events_rank0.jsonl is not a file
-train --preset tiny --resume nowhere                                         nowhere is neither a checkpoint folder
-train --preset tiny --resume nowhere --run.dir deep/er/new                   nowhere is neither a checkpoint folder
-train --preset tiny --train.init_from hf-model --run.dir new                  import hf hf-model OUT`
-train --preset tiny --resume ""                                              --resume '' is empty: give auto
-train --resume "" --run.dir new                                              --resume '' is empty: give auto
-train --preset tiny --resume text.txt                                        --resume text.txt is a file, not a folder
-train --resume text.txt                                                      --resume text.txt is a file, not a folder
-train --preset tiny --resume run/checkpoints/step-00000007                   step-00000007 does not exist
-train --preset tiny --model.vocab_size 100 --run.dir empty                   model.vocab_size=100 is smaller
-train --preset tiny --train.init_from nowhere --run.dir new                  train.init_from=nowhere does not exist
-train --preset tiny --train.init_from no.safetensors --run.dir new           no.safetensors does not exist
-train --preset tiny --run.device cpu --train.cuda_graph on --run.dir new     train.cuda_graph=on on a cpu
-plan --preset tiny --run.device cpu --train.cuda_graph on                    train.cuda_graph=on on a cpu
-report                                                                       no run folder given
-report nowhere                                                               nowhere is not a folder
-report empty                                                                 empty has no events
-report empty --min_dense_ratio -1                                            min_dense_ratio=-1 must be a positive
-report empty --target_tokens_per_s nan                                       target_tokens_per_s=nan must be a posi
-report empty --min_steps 3                                                   min_steps=3 is below 500
-watch                                                                        tercet watch needs RUN
-watch nowhere --once                                                         nowhere is not a folder
-watch empty --once                                                           empty has no events
-watch empty --every 0                                                        every=0 must be a positive number
-sweep --lengths abc                                                          --lengths
-doctor --config nowhere.toml                                                 config file nowhere.toml does not exist
-doctor --folder empty --short                                                --folder empty without --distributed
-doctor --share_gpus --short                                                  --share_gpus without --distributed
-doctor --distributed                                                         --nproc-per-node=N -m tercet doctor
-generate nowhere --prompt x                                                  nowhere does not exist
-generate empty --prompt x                                                    empty has no checkpoint
-generate empty --prompt_file nowhere                                         --prompt-file nowhere cannot be read
-generate empty --prompt x --device tpu                                       --device tpu is unknown
-data prepare --out o --data.source text --data.path nowhere                  path=nowhere matches no file
-data prepare --out o --data.source text --data.path text.txt text.txt        path names text.txt twice
-data prepare --out o --data.source synthetic                                 source=synthetic cannot be prepared
-data prepare --out o --shard_tokens 0                                        shard_tokens=0 is below 1
-data prepare --out text.txt --data.source text --data.path text.txt          --out text.txt cannot be written
-data prepare --out full --data.source text --data.path text.txt              out=full contains file, but no shards
-data prepare --out run --data.source text --data.path text.txt               out=run contains checkpoints, events_rank0
-data prepare --out o --workers -1                                            workers=-1 is below 0
-data train-tokenizer --out t.json --vocab_size 3                             vocab_size=3 is below 257
-data train-tokenizer --out text.txt/t.json --vocab_size 257                  --out text.txt/t.json cannot be written
-data train-tokenizer --out t.json --data.source shards --data.path empty     source=shards has no text
-data train-tokenizer --out t --data.source text --data.path text.txt         vocab_size=8192 is too large
-data inspect --data.retrieval 0.3 --data.seq_len 128                         data.retrieval=0.3 with data.seq_len=128
-data inspect --data.source text --data.path text.txt --sequences 0           sequences=0 is below 1
-data inspect --data.source text --data.path text.txt --sequences -1          sequences=-1 is below 1
-data inspect --data.source shards --data.path empty                          empty has no manifest.json
-data inspect --data.source text --data.path text.txt --split validation --data.validation_fraction 1e-9    no document
-data inspect --data.source synthetic --data.synthetic.task recall --data.seq_len 64    have room for
-data bench --data.source text --data.path text.txt --world_size 3            is not a multiple of world_size=3
-data bench --data.source text --data.path nowhere                            path=nowhere matches no file
-eval perplexity nowhere                                                      nowhere does not exist
-eval needle empty                                                            empty has no checkpoint
-eval recall                                                                  no run folder given
-eval recall nowhere                                                          nowhere does not exist
-eval selection-map nowhere s.html                                            nowhere does not exist
-export hf nowhere out                                                        nowhere does not exist
-export hf empty full                                                         full exists and is not empty
-export hf empty text.txt/out                                                 OUT text.txt/out cannot be written
-import hf nowhere out                                                        nowhere is not a folder
-import hf empty out                                                          empty has no config.json
-import hf empty full                                                         full exists and is not empty
-import hf empty text.txt/out                                                 OUT text.txt/out cannot be written
-sweep --preset tiny --out text.txt/o                                         --out text.txt/o cannot be written
-sweep --steps 1 --out o                                                      --steps 1 is too small
-bench decode --batches x                                                     --batches x: x is not an integer
-bench attention --shapes X9k                                                 --shapes X9k is unknown
-bench attention --inputs rough                                               --inputs rough is unknown
-bench attention --dense torch                                                --dense torch is unknown
-bench train --preset tiny --kinds sparse                                     --kinds sparse is unknown
-bench train --preset tiny --tokens 100                                       --tokens 100 is not a multiple of length
-bench train --preset tiny --checkpointing foo                                --checkpointing foo is unknown
-bench train --preset tiny --lengths ,                                        --lengths is empty
-bench train --preset tiny --lengths 64 --kinds ,                             --kinds is empty
-bench layer --lengths ,                                                      --lengths is empty
-bench train --preset tiny --settings train.tokens_per_step=8192              train.tokens_per_step=8192: this benchmark
-bench train --preset tiny --settings train.cuda_graph=on                     use --cuda-graph
-bench train --preset tiny-dense                                              --kinds nsa with model.attention=dense
-bench train --preset tiny --seconds 0                                        --seconds 0 is too short
-bench layer --tokens 0                                                       --tokens 0 is too small
-bench decode --preset tiny-dense --contexts 64                                    --kinds nsa with model.attention
-bench decode --contexts ,                                                         nothing to measure
-bench layer --budget 0                                                            --budget 0 is out of range
-bench decode --steps 0                                                       --steps 0 is too small
-bench attention --rows 0                                                     --rows 0 is too small
-bench attention --budget 0                                                   --budget 0 is out of range
-bench train --preset tiny --compile yes                                      --compile yes is unknown
-bench train --preset tiny --steps 0                                          --steps 0 is too small
-bench train --preset tiny --out text.txt/o.json                              --out text.txt/o.json cannot be written
-bench train --preset tiny --out empty                                        --out empty cannot be written (Is a dir
+trian                                                                     unknown command trian: did you mean train?
+config shwo  unknown command config shwo: did you mean show?
+train tiny  unexpected argument tiny: did you mean --preset tiny?
+train --preset tiny --train.lrr 1  unknown option --train.lrr: did you mean --train.lr
+train --preset m7c --model.kv_heads 5  heads=12 is not a multiple of kv_heads=5: pick one of 1, 2, 3
+plan --config nowhere.toml                                                config file nowhere.toml does not exist
+sweep --strategies bogus  strategies=bogus (flag): entry 1: must be one of single
+config diff tiny empty                                                    empty/config.toml does not exist
+train --preset tiny --data.source text --data.path nowhere --run.dir new  nowhere matches no file
+train --preset tiny --data.source shards --data.path empty --run.dir new  empty has no manifest.json
+train --preset tiny --data.tokenizer ./no.json --run.dir new              tokenizer=./no.json: no.json does not exist
+train --preset tiny --run.dir run                                         run already holds a run
+train --preset tiny --run.dir text.txt/new  cannot be written (Not a directory): pick another --run.dir
+train --preset tiny --run.dir blocked --resume auto                       blocked/events_rank0.jsonl is not a file
+train --preset tiny --resume nowhere --run.dir deep/er/new                nowhere is neither a checkpoint folder
+train --preset tiny --train.init_from hf-model --run.dir new              import hf hf-model OUT`
+train --preset tiny --resume ""                                           --resume '' is empty: give auto
+train --preset tiny --model.vocab_size 100 --run.dir empty                model.vocab_size=100 is smaller
+train --preset tiny --run.device cpu --train.cuda_graph on --run.dir new  train.cuda_graph=on on a cpu
+report empty                                                              empty has no events
+report empty --min_steps 3                                                min_steps=3 is below 500
+watch empty --every 0                                                     every=0 must be a positive number
+doctor --distributed                                                      --nproc-per-node=N -m tercet doctor
+generate empty --prompt x                                                 empty has no checkpoint
+generate empty --prompt_file nowhere                                      --prompt-file nowhere cannot be read
+data prepare --out text.txt --data.source text --data.path text.txt       --out text.txt cannot be written
+data prepare --out full --data.source text --data.path text.txt           out=full contains file, but no shards
+data train-tokenizer --out t --data.source text --data.path text.txt      vocab_size=8192 is too large
+data inspect --data.source text --data.path text.txt --sequences 0        sequences=0 is below 1
+data bench --data.source text --data.path text.txt --world_size 3         is not a multiple of world_size=3
+eval recall                                                               no run folder given
+export hf empty full                                                      full exists and is not empty
+import hf empty out                                                       empty has no config.json
+sweep --preset tiny --out text.txt/o                                      --out text.txt/o cannot be written
+bench train --preset tiny --settings train.cuda_graph=on                  use --cuda-graph
+bench decode --steps 0                                                    --steps 0 is too small
+bench train --preset tiny --out empty                                     --out empty cannot be written (Is a dir
 """
 
 
@@ -274,10 +188,10 @@ def test_a_sequence_that_context_ranks_cannot_share_is_refused_before_anything_i
 
 @pytest.mark.parametrize("error", [TercetError, UsageError])
 def test_an_error_itself_says_its_code(monkeypatch, capsys, error):
-    def failing(arguments):
+    def failing():
         raise error("a sentence")
 
-    monkeypatch.setattr(cli, "_presets", failing)
+    monkeypatch.setattr(cli, "presets", failing)
     assert cli.main(["presets"]) == error.exit_code
     assert capsys.readouterr().err == "error: a sentence\n"
 

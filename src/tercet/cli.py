@@ -12,7 +12,6 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -34,9 +33,6 @@ usage: tercet COMMAND [options]       tercet COMMAND --help
 
   train            train a model:             tercet train --preset tiny
   plan             estimate memory and time:  tercet plan --preset m7c --gpu H200
-  presets          list the presets
-  config show      print the configuration of a command line or a run, with the origin of each value
-  config diff A B  compare two presets, TOML files or run folders
 {others}
 A configuration is a preset, then a TOML file, then flags; later ones win. Every key but data.mixture is a flag:
   tercet train --preset m7c --config mine.toml --train.lr 1e-3 --data.seq_len 8192
@@ -44,8 +40,9 @@ A configuration is a preset, then a TOML file, then flags; later ones win. Every
 """
 
 # command -> ("module:function", summary). The signature defines the options; parameters without a default are
-# positional arguments. The docstring is the help, the result the exit code.
+# positional arguments, but `loaded` is a configuration. The docstring is the help, the result the exit code.
 FUNCTIONS = {
+    "presets": ("tercet.cli:presets", "list the presets"),
     "report": ("tercet.report.commands:report", "check runs: GO, NO-GO or NOT TESTED, with an HTML report for each"),
     "watch": ("tercet.report.commands:watch", "follow a run live in the terminal"),
     "sweep": ("tercet.bench.sweep:sweep", "measure speed and memory over settings, or loss over learning rates"),
@@ -54,6 +51,7 @@ FUNCTIONS = {
 }
 # `tercet GROUP NAME` calls a function of a module in the same way.
 GROUPS = {
+    "config": ("tercet.cli", "show the configuration of a command line or a run, or compare two: config diff A B"),
     "data": ("tercet.data.commands", "prepare, inspect and benchmark training data; train a tokenizer"),
     "bench": ("tercet.bench.commands", "benchmark attention, decoding and training"),
     "eval": (
@@ -64,45 +62,7 @@ GROUPS = {
     "import": ("tercet.interop.import_commands", "import a Hugging Face checkpoint: tercet import hf FOLDER OUT"),
 }
 # Groups whose required parameters are positional arguments; in the others they are flags.
-POSITIONAL = {"eval", "export", "import"}
-
-
-@dataclass(frozen=True)
-class Sources:
-    """Options of every command that takes a configuration."""
-
-    preset: str | None = None
-    """Configuration to start from (`tercet presets` lists them)."""
-    config: str | None = None
-    """TOML file that overrides the preset, such as config.toml of an earlier run."""
-
-
-@dataclass(frozen=True)
-class TrainOptions(Sources):
-    """Options of `tercet train` besides the configuration."""
-
-    resume: str | None = None
-    """Resume from a folder, or from the newest checkpoint in run.dir (auto); auto starts fresh if there is none."""
-    allow_single_rank: bool = False
-    """Use one GPU of a machine that has several."""
-
-
-@dataclass(frozen=True)
-class PlanOptions(Sources):
-    """Options of `tercet plan` besides the configuration."""
-
-    gpu: str | None = None
-    """Plan for this GPU instead of this machine: H200, A100, …"""
-    json: bool = False
-    """Print one line of JSON."""
-
-
-@dataclass(frozen=True)
-class ShowOptions(Sources):
-    """Options of `tercet config show` besides the configuration."""
-
-    changed: bool = False
-    """Print only values that are not defaults, one per line."""
+POSITIONAL = {"config", "eval", "export", "import"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -184,65 +144,65 @@ def _dispatch(arguments: list[str]) -> int:
     for line in environment_warnings(os.environ) if os.environ.get("LOCAL_RANK", "0") == "0" else []:
         print(f"warning: {printable(line)}", file=sys.stderr)
     name, rest = arguments[0], arguments[1:]
-    commands: dict[str, Callable[[list[str]], int]] = {
-        "train": _train,
-        "plan": _plan,
-        "presets": _presets,
-        "config": _config,
-        **{group: partial(_group, group) for group in GROUPS},
-        **{command: partial(_function, command) for command in FUNCTIONS},
-    }
-    if name not in commands:
-        raise _usage(f"unknown command {name}: {_near(name, commands)}")
     try:
-        return commands[name](rest)
+        if name in GROUPS:
+            return _group(name, rest)
+        if name in CONFIGURED:
+            return _configured(CONFIGURED[name], rest, f"tercet {name}")
+        if name in FUNCTIONS:
+            return _call(_found(name), rest, f"tercet {name}", positional=True)
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
+    raise _usage(f"unknown command {name}: {_near(name, [*CONFIGURED, *FUNCTIONS, *GROUPS])}")
 
 
-def _train(arguments: list[str]) -> int:
+def train(loaded: Any, resume: str | None = None, allow_single_rank: bool = False) -> int:
     """Train a model. Start with `tercet train --preset tiny`. `tercet plan` takes the same options and estimates the
-    cost. Repeat a run with --config RUN/config.toml; continue it with --run.dir RUN --resume auto."""
-    loaded, options = _load(TrainOptions, arguments, "train", _train.__doc__)
+    cost. Repeat a run with --config RUN/config.toml; continue it with --run.dir RUN --resume auto.
+
+    Args:
+        resume: Resume from a folder, or from the newest checkpoint in run.dir (auto); auto starts fresh if there is
+            none.
+        allow_single_rank: Use one GPU of a machine that has several.
+    """
     source = loaded.config.train.init_from
-    if source is not None and options.resume is None and not Path(source).exists():
+    if source is not None and resume is None and not Path(source).exists():
         raise _usage(f"train.init_from={source} does not exist: give a checkpoint, a run folder or a .safetensors file")
     print(f"tercet {tercet.__version__}: run {printable(loaded.config.run.name)}", flush=True)
     if loaded.config.parallel.world_size == 1:
         from tercet.train.resume import check_start
 
-        check_start(loaded.config, options.resume)
-    from tercet.train.trainer import train
+        check_start(loaded.config, resume)
+    from tercet.train.trainer import train as run
 
-    return train(loaded.config, origins=loaded.origins, resume=options.resume)
+    return run(loaded.config, origins=loaded.origins, resume=resume)
 
 
-def _plan(arguments: list[str]) -> int:
-    """Estimate the cost of a run without allocating anything: parameters, tokens, FLOPs, memory by part, time."""
-    loaded, options = _load(PlanOptions, arguments, "plan", _plan.__doc__)
+def plan(loaded: Any, gpu: str | None = None, json: bool = False) -> int:
+    """Estimate the cost of a run without allocating anything: parameters, tokens, FLOPs, memory by part, time.
+
+    Args:
+        gpu: Plan for this GPU instead of this machine: H200, A100, …
+        json: Print one line of JSON.
+    """
+    from json import dumps
+
     from tercet.plan import find_device, make_plan, render
 
-    plan = make_plan(loaded.config, find_device(loaded.config.run.device, options.gpu))
-    if options.json:
-        import json
-
-        print(json.dumps(plan.as_dict()))
-    else:
-        if options.preset is None and options.config is None:
-            print(f"{'config':<11} default, since neither --preset nor --config is given")
-        print(printable("\n".join(render(loaded.config, plan))))
+    found = make_plan(loaded.config, find_device(loaded.config.run.device, gpu))
+    if json:
+        print(dumps(found.as_dict()))
+        return 0
+    if not any(origin.startswith(("preset ", "file ")) for origin in loaded.origins.values()):
+        print(f"{'config':<11} default, since neither --preset nor --config is given")
+    print(printable("\n".join(render(loaded.config, found))))
     return 0
 
 
-def _presets(arguments: list[str]) -> int:
+def presets() -> int:
     """List the presets: configurations to start from."""
     from tercet.config.load import load, preset_about, preset_names
 
-    if arguments and arguments[0] in ("-h", "--help"):
-        print(f"usage: tercet presets\n\n{_presets.__doc__}")
-        return 0
-    if arguments:
-        raise _usage(f"tercet presets takes no arguments, got {arguments[0]}: print one with `{hints.show_preset()}`")
     names = preset_names()
     width = max(map(len, names))
     print("\n".join(f"{name:<{width}}  {preset_about(name)}" for name in names))
@@ -252,59 +212,40 @@ def _presets(arguments: list[str]) -> int:
     return 0
 
 
-def _config(arguments: list[str]) -> int:
-    parts = {"show": _show, "diff": _diff}
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: tercet config show [RUN] [options]\n       tercet config diff A B")
-        return 0
-    if arguments[0] not in parts:
-        raise _usage(f"unknown command config {arguments[0]}: {_near(arguments[0], parts)}")
-    return parts[arguments[0]](arguments[1:])
+def show(loaded: Any, changed: bool = False) -> int:
+    """Print a configuration as TOML, with the origin of each value.
 
+    It is that of the options, or that of a run folder: tercet config show RUN.
 
-def _show(arguments: list[str]) -> int:
-    """Print the configuration of these options, or of a run folder (`tercet config show RUN`), as TOML, with the origin
-    of each value."""
-    from tercet.config.load import describe, keep_origins, preset_names, to_toml
+    Args:
+        changed: Print only values that are not defaults, one per line.
+    """
+    from tercet.config.load import describe, to_toml
 
-    saved = Path(arguments[0]) / "config.toml" if arguments else None
-    if saved is not None and saved.is_file():
-        if len(arguments) == 1:
-            print(printable(saved.read_text(encoding="utf-8")), end="")
-            return 0
-        arguments = ["--config", str(saved), *arguments[1:]]
-    elif arguments and not arguments[0].startswith("-") and arguments[0] not in preset_names():
-        raise _usage(f"{arguments[0]} is not a run folder: give one with a config.toml, --config FILE or --preset NAME")
-    loaded, options = _load(ShowOptions, arguments, "config show", _show.__doc__)
-    if saved is not None:
-        loaded = keep_origins(loaded, saved)
-    if options.changed:
-        print(printable("\n".join(describe(loaded.config, loaded.origins))))
-    else:
-        print(printable(to_toml(loaded.config, loaded.origins)), end="")
+    lines = "\n".join(describe(loaded.config, loaded.origins)) + "\n" if changed else ""
+    print(printable(lines or to_toml(loaded.config, loaded.origins)), end="")
     return 0
 
 
-def _diff(arguments: list[str]) -> int:
-    """Print the differences between two configurations; each is a preset, a TOML file or a run folder."""
+def diff(a: str, b: str) -> int:
+    """Print the differences between two configurations.
+
+    Args:
+        a: A preset, a TOML file or a run folder.
+        b: Another one.
+    """
     from tercet.config.load import differences, toml_value
 
-    if any(a in ("-h", "--help") for a in arguments):
-        print(f"usage: tercet config diff A B\n\n{_diff.__doc__}")
-        return 0
-    if len(arguments) != 2 or any(a.startswith("-") for a in arguments):
-        raise _usage("tercet config diff compares two presets, TOML files or run folders: write tercet config diff A B")
-    left, right = arguments
-    found = differences(_named(left).config, _named(right).config)
-    for path, (a, b) in found.items():
-        print(printable(f"{path}: {toml_value(a)} -> {toml_value(b)}"))
+    found = differences(_named(a).config, _named(b).config)
+    for path, (left, right) in found.items():
+        print(printable(f"{path}: {toml_value(left)} -> {toml_value(right)}"))
     if not found:
-        print(f"{left} and {right} are the same")
+        print(f"{a} and {b} are the same")
     return 0
 
 
-def _function(command: str, arguments: list[str]) -> int:
-    return _call(_found(command), arguments, f"tercet {command}", positional=True)
+# Commands that take a configuration: its keys are options too.
+CONFIGURED: dict[str, Callable[..., int]] = {"train": train, "plan": plan}
 
 
 def _group(group: str, arguments: list[str]) -> int:
@@ -312,23 +253,23 @@ def _group(group: str, arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         width = max(map(len, functions))
         for name, function in functions.items():
-            print(f"tercet {group} {name:<{width}}  {_first_line(function)}")
+            print(f"tercet {group} {name:<{width}}  {(function.__doc__ or '').strip().partition(chr(10))[0]}")
         return 0
-    name = arguments[0].replace("_", "-")
+    name, prog = arguments[0].replace("_", "-"), f"tercet {group} {arguments[0]}"
     if name not in functions:
         raise _usage(f"unknown command {group} {arguments[0]}: {_near(arguments[0], functions)}")
-    return _call(functions[name], arguments[1:], f"tercet {group} {name}", positional=group in POSITIONAL)
+    if functions[name] is show:
+        return _show(arguments[1:])
+    return _call(functions[name], arguments[1:], prog, positional=group in POSITIONAL)
 
 
-def _call(function: Callable[..., Any], arguments: list[str], prog: str, *, positional: bool) -> int:
-    from tercet.config.flags import call, help_topic
-
-    if help_topic(arguments) is not None:
-        from tercet.config.help import function_help
-
-        print(function_help(function, prog=prog, positional=positional))
-        return 0
-    return int(call(function, arguments, prog=prog, positional=positional) or 0)
+def _members(group: str) -> dict[str, Callable[..., Any]]:
+    """Public functions defined in the group's module, by command name."""
+    if group == "config":
+        return {"show": show, "diff": diff}
+    module = importlib.import_module(GROUPS[group][0])
+    own = [f for f in vars(module).values() if isinstance(f, FunctionType) and f.__module__ == module.__name__]
+    return {f.__name__.replace("_", "-"): f for f in own if not f.__name__.startswith("_")}
 
 
 def _found(command: str) -> Callable[..., Any]:
@@ -337,48 +278,74 @@ def _found(command: str) -> Callable[..., Any]:
     return function
 
 
-def _members(group: str) -> dict[str, Callable[..., Any]]:
-    """Public functions defined in the group's module, by command name."""
-    module = importlib.import_module(GROUPS[group][0])
-    own = [f for f in vars(module).values() if isinstance(f, FunctionType) and f.__module__ == module.__name__]
-    return {f.__name__.replace("_", "-"): f for f in own if not f.__name__.startswith("_")}
+def _call(function: Callable[..., Any], arguments: list[str], prog: str, *, positional: bool) -> int:
+    from tercet.config.flags import call, function_help, help_topic
+
+    if help_topic(arguments) is not None:
+        print(function_help(function, prog=prog, positional=positional))
+        return 0
+    return int(call(function, arguments, prog=prog, positional=positional) or 0)
 
 
-def _first_line(function: Callable[..., Any]) -> str:
-    return (function.__doc__ or "").strip().partition("\n")[0]
+def _show(arguments: list[str]) -> int:
+    """`tercet config show`, whose first argument may be a run folder: then print the file as it is, without options."""
+    from tercet.config.load import preset_names
+
+    saved = Path(arguments[0]) / "config.toml" if arguments else None
+    if saved is not None and saved.is_file():
+        if len(arguments) == 1:
+            print(printable(saved.read_text(encoding="utf-8")), end="")
+            return 0
+        return _configured(show, ["--config", str(saved), *arguments[1:]], "tercet config show", saved)
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in preset_names():
+        raise _usage(f"{arguments[0]} is not a run folder: give one with a config.toml, --config FILE or --preset NAME")
+    return _configured(show, arguments, "tercet config show")
 
 
-def _load(options: type[Sources], arguments: list[str], command: str, about: str | None) -> tuple[Loaded, Any]:
-    """The configuration of a command line (preset, file, flags), and the command's own options."""
-    from tercet.config.flags import help_topic, option_value, parse
-    from tercet.config.load import Layer, as_none, keep_origins, merge, read_layers
+def _configured(command: Callable[..., int], arguments: list[str], prog: str, saved: Path | None = None) -> int:
+    loaded, options = _load(command, arguments, prog, saved)
+    return command(loaded, **options)
+
+
+def _load(
+    command: Callable[..., int], arguments: list[str], prog: str, saved: Path | None = None
+) -> tuple[Loaded, dict[str, Any]]:
+    """The configuration of a command line (preset, file, flags), and the command's own options.
+
+    saved: the file, if it is the config.toml of a run whose origins count.
+    """
+    from tercet.config.flags import bind, config_help, function_options, help_topic, key_options, option_value
+    from tercet.config.flags import read_arguments as read
+    from tercet.config.load import FLAG, Layer, as_none, keep_origins, merge, read_layers
 
     preset, file = option_value(arguments, "preset"), option_value(arguments, "config")
-    resumed = None
-    if command == "train" and preset is None and file is None:
-        file = resumed = _resumed_config(option_value(arguments, "resume"), option_value(arguments, "run.dir"))
+    training, first_rank = command is train, os.environ.get("LOCAL_RANK", "0") == "0"
+    if training and preset is None and file is None:
+        saved = _resumed_config(option_value(arguments, "resume"), option_value(arguments, "run.dir"))
+        file = None if saved is None else str(saved)
     layers = read_layers(preset, file)
     values = {key: as_none(key, value) for layer in layers for key, value in layer.values.items()}
+    own, keys = function_options(read_layers) | function_options(command), key_options(values)
     if (topic := help_topic(arguments)) is not None:
-        from tercet.config.help import config_help
-
-        print(printable(config_help(topic, options, values, prog=f"tercet {command}", about=about or "")))
+        print(printable(config_help(topic, own, keys, prog=prog, about=command.__doc__ or "")))
         raise SystemExit(0)
-    own, overrides = parse(arguments, options=options, values=values, prog=f"tercet {command}")
-    if command == "train":
-        _check_resume(own.resume)
-    if command == "train" and own.preset is None and file is None:
-        raise _usage(_no_configuration(own.resume, overrides.get("run.dir")))
-    launched = _launch_layers(own, overrides) if command == "train" else []
-    loaded = merge([*layers, *launched, Layer("flag", overrides)])
-    for note in loaded.notes if os.environ.get("LOCAL_RANK", "0") == "0" else ():
+    flags = read(arguments, keys | own, prog=prog)
+    options = bind(command, {name: flags.pop(name) for name in own if name in flags}, own)
+    resume = options.get("resume")
+    if training:
+        _check_resume(resume)
+        if preset is None and file is None:
+            raise _usage(_no_configuration(resume, flags.get("run.dir")))
+        layers += _launch_layers(flags, allow_single_rank=options.get("allow_single_rank", False))
+    loaded = merge([*layers, Layer(FLAG, flags)])
+    for note in loaded.notes if first_rank else ():
         print(f"note: {printable(note)}", file=sys.stderr)
     # Only a run fetches a tokenizer from the Hub.
-    if command == "train" or Path(loaded.config.data.tokenizer).expanduser().exists():
+    if training or Path(loaded.config.data.tokenizer).expanduser().exists():
         from tercet.data.tokenizers import fit_vocabulary
 
-        loaded = fit_vocabulary(loaded, partial(_saved_tokenizer, loaded, getattr(own, "resume", None)))
-    return loaded if resumed is None else keep_origins(loaded, Path(resumed)), own
+        loaded = fit_vocabulary(loaded, partial(_saved_tokenizer, loaded, resume))
+    return loaded if saved is None else keep_origins(loaded, saved), options
 
 
 def _saved_tokenizer(loaded: Loaded, resume: str | None) -> Path | None:
@@ -390,7 +357,7 @@ def _saved_tokenizer(loaded: Loaded, resume: str | None) -> Path | None:
     return locate(loaded.config, resume) / "tokenizer.json"
 
 
-def _resumed_config(resume: str | None, folder: str | None) -> str | None:
+def _resumed_config(resume: str | None, folder: str | None) -> Path | None:
     """The config.toml of the run to resume, so that its options need not be repeated."""
     if resume == "auto":
         run = Path(folder) if folder else None
@@ -398,7 +365,7 @@ def _resumed_config(resume: str | None, folder: str | None) -> str | None:
         from tercet.train.manifest import run_of
 
         run = run_of(Path(resume)) if resume else None
-    return str(run / "config.toml") if run and (run / "config.toml").is_file() else None
+    return run / "config.toml" if run and (run / "config.toml").is_file() else None
 
 
 def _check_resume(resume: str | None) -> None:
@@ -429,7 +396,7 @@ def _no_configuration(resume: str | None, folder: str | None) -> str:
     )
 
 
-def _launch_layers(options: Any, flags: Mapping[str, Any]) -> list[Layer]:
+def _launch_layers(flags: Mapping[str, Any], *, allow_single_rank: bool) -> list[Layer]:
     """Values from the way the process was started: the number of ranks that torchrun reports, --allow-single-rank."""
     from tercet.config.environment import launch_number
     from tercet.config.load import Layer
@@ -439,7 +406,7 @@ def _launch_layers(options: Any, flags: Mapping[str, Any]) -> list[Layer]:
         layers.append(Layer("torchrun", {"parallel.world_size": launch_number("WORLD_SIZE", ranks, least=1)}))
     elif flags.get("parallel.strategy") == "single":  # resumes a run of several ranks on one
         layers.append(Layer("--parallel.strategy single", {"parallel.world_size": 1}))
-    if options.allow_single_rank:
+    if allow_single_rank:
         layers.append(Layer("--allow-single-rank", {"parallel.allow_single_rank": True}))
     return layers
 

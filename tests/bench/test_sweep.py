@@ -12,8 +12,7 @@ from runs import step_logged
 from tercet.bench import learning_rates
 from tercet.bench.cells import Ended
 from tercet.bench.sweep import Cell, Point, as_flags, cell_keys, cliffs, judge, render, sweep
-from tercet.cli import Sources
-from tercet.config.flags import parse
+from tercet.config.flags import key_options, read_arguments
 from tercet.config.load import load
 from tercet.errors import UsageError
 from tercet.telemetry.events import StepLogged, Validated
@@ -36,7 +35,7 @@ def test_a_cell_has_no_stages_and_no_profile():
     base = {"train.stages": "64:5,128:5", "profile.steps": "8:9"}
     keys = cell_keys(POINT, 1, 3)
     for found in (keys, keys | learning_rates.keys(load("tiny", flags=base).config, 1e-3, 3)):
-        _, given = parse(as_flags(found), options=Sources, values={}, prog="tercet train")
+        given = read_arguments(as_flags(found), key_options({}), prog="tercet train")
         config = load("tiny", flags=base | given).config
         assert (config.train.stages, config.profile.steps) == ((), None)
 

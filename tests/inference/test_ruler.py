@@ -220,7 +220,7 @@ def test_the_command_prints_a_table_and_writes_files(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--tasks", "qa_1"], "qa_1 is unknown: pick from niah_single_1"),
+        (["--tasks", "qa_1"], "tasks=qa_1 (flag): entry 1: must be one of niah_single_1"),
         (["--questions", "0"], "questions=0 must be at least 1"),
         (["--out", "a.txt"], "neither .json nor .csv"),
         *(

@@ -35,8 +35,7 @@ def parse_settings(text: str, own: Mapping[str, str]) -> dict[str, Any]:
     for key, value in (pair.split("=", 1) for pair in pairs):
         if key in own:
             raise UsageError(f"--settings {key}={value}: this benchmark sets {key} itself; use {own[key]}")
-        kind = options[key].type if key in options else None
-        is_list = kind is not None and kind.container is not None and not kind.unwrap
+        is_list = key in options and options[key].many and not options[key].one_for_all
         settings[key] = options[key].parts(value) if is_list else value
     return settings
 

@@ -1,31 +1,29 @@
-"""The command-line parser: flags for every configuration key, and commands made from function signatures.
+"""The command line: options from the configuration keys and from function signatures, and their help texts.
 
-Options are read off type annotations, of the schema (`--train.lr 1e-3`), of a command's dataclass of options, or of a
-function's parameters. `-` and `_` are interchangeable, and so are `--flag value` and `--flag=value`. Values of a list
-are separated by spaces or commas. A switch has an opposite, `--no_cache` or `--log.no_tensorboard`. Of a flag given
-twice the last one counts, unless it may be repeated.
-
-Every error is a ConfigError: one line with the option, its value, the rule and the fix. help.py prints the help texts.
+`-` and `_` are interchangeable, and so are `--flag value` and `--flag=value`. Values of a list are separated by spaces
+or commas. A switch has an opposite, `--no_cache` or `--log.no_tensorboard`. Of a flag given twice the last one counts,
+unless it may be repeated. Values are checked where those of files are, by pydantic.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
-import types
+import shutil
+import textwrap
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from tercet.config.keys import all_keys, docstrings, fields_of, is_table, nest, suggestion
-from tercet.config.load import ConfigError, as_none, explain, preset_names
+from tercet.config.keys import Key, all_keys, is_table, keys_of, nest, suggestion
+from tercet.config.load import FLAG, ConfigError, explain, preset_names
 from tercet.config.retired import RETIRED
+from tercet.config.schema import RunConfig, check_storable
 
 T = TypeVar("T")
 
@@ -40,31 +38,25 @@ OTHER_NAMES = {
     "no_gc": "--train.activation_checkpointing none",
     "ddp": "--parallel.strategy ddp",
     "learning_rate": "--train.lr",
-    "max_steps": "--train.steps (optimizer updates)",
-    "max_iters": "--train.steps (optimizer updates)",
-    "num_steps": "--train.steps (optimizer updates)",
-    "epochs": "--train.steps: one epoch is the tokens of the data / --train.tokens_per_step",
-    "num_train_epochs": "--train.steps: one epoch is the tokens of the data / --train.tokens_per_step",
+    **dict.fromkeys(("max_steps", "max_iters", "num_steps"), "--train.steps (optimizer updates)"),
+    **dict.fromkeys(
+        ("epochs", "num_train_epochs"), "--train.steps: one epoch is the tokens of the data / --train.tokens_per_step"
+    ),
     "block_size": "--data.seq_len (of attention: --model.nsa.select_block)",
-    "context_length": "--data.seq_len",
-    "max_seq_len": "--data.seq_len",
+    **dict.fromkeys(("context_length", "max_seq_len"), "--data.seq_len"),
     "gradient_accumulation_steps": "--train.tokens_per_step (accumulation is derived from it)",
     "grad_clip": "--train.clip",
-    "out_dir": "--run.dir",
-    "output_dir": "--run.dir",
-    "checkpoint_dir": "--run.dir",
+    **dict.fromkeys(("out_dir", "output_dir", "checkpoint_dir"), "--run.dir"),
     "n_layer": "--model.layers",
     "n_head": "--model.heads",
-    "n_embd": "--model.dim",
-    "hidden_size": "--model.dim",
+    **dict.fromkeys(("n_embd", "hidden_size"), "--model.dim"),
 }
-
-# TOML strings have these escapes; shells leave them as they are.
-ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", "\\\\": "\\"}
-ESCAPED_KEYS = ("data.separator",)
-
-_FLAG = re.compile(r"--[A-Za-z]")
-_BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+# What `tercet train --help` shows besides the command's own options.
+COMMON_KEYS = (
+    "run.dir", "data.source", "data.path", "data.seq_len", "train.steps", "train.lr", "train.micro_batch",
+)  # fmt: skip
+_METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
+_MAX_LEFT = 36  # longer flags have their text on the next line
 
 
 @dataclass(frozen=True)
@@ -76,47 +68,16 @@ class Arg:
 
 
 @dataclass(frozen=True)
-class ValueType:
-    """What a flag accepts: `item` is bool, int, float, str, Path or a Literal."""
-
-    item: Any
-    container: type | None = None  # tuple or list
-    count: int | None = 1  # number of values; None: any number
-    optional: bool = False  # accepts none
-    unwrap: bool = False  # one value stands for itself, as in `str | tuple[str, ...]`
-    words: tuple[str, ...] = ()  # accepted by a switch besides true and false, as in `bool | Literal["auto"]`
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        return typing.get_args(self.item)
-
-    @property
-    def is_switch(self) -> bool:
-        return self.item is bool and self.container is None
-
-
-@dataclass(frozen=True)
-class Option:
+class Option(Key):
     """One flag or positional argument."""
 
-    name: str
-    type: ValueType
-    default: Any = None
-    help: str = ""
     required: bool = False
     positional: bool = False
     repeat: bool = False
 
     @property
-    def flag(self) -> str:
-        return f"--{self.name}"
-
-    def parts(self, word: str) -> list[str]:
-        """The values in one word: commas separate those of a list, unless they may belong to a path or a pattern."""
-        text = self.type.item is Path or (self.type.item is str and "." in self.name)  # data.path, model.attention
-        if self.type.container is None or self.repeat or text:
-            return [word]
-        return [part.strip() for part in word.split(",") if part.strip()]
+    def metavar(self) -> str:
+        return self.name.upper()
 
     @property
     def negative(self) -> str:
@@ -124,186 +85,156 @@ class Option:
         table, dot, leaf = self.name.rpartition(".")
         return f"--{table}{dot}no_{leaf}"
 
+    def parts(self, word: str) -> list[str]:
+        """The values in one word: commas separate those of a list, unless they may belong to a path or a pattern."""
+        text = Path in self.kinds or (str in self.kinds and "." in self.name)  # data.path, model.attention
+        if not self.many or self.repeat or text:
+            return [word]
+        return [part.strip() for part in word.split(",") if part.strip()]
 
-def parse(
-    arguments: Sequence[str], *, options: type, values: Mapping[str, Any], prog: str
-) -> tuple[Any, dict[str, Any]]:
-    """Parse `arguments` into the dataclass `options` and the configuration keys that were given as flags.
+    def accepts(self, word: str) -> bool:
+        """Whether the word can be a value of a list of numbers or choices. Any text may be a positional argument."""
+        return all(part in self.kinds or not isinstance(self.convert(part), str) for part in self.parts(word))
 
-    values: defaults from the preset and the file, used in error messages.
-    """
-    own = command_options(options)
-    given = read_arguments(arguments, {**key_options(values), **own}, prog=prog)
-    taken = {name: given.pop(name) for name in own if name in given}
-    return options(**taken), given
-
-
-def call(function: Callable[..., T], arguments: Sequence[str], *, prog: str, positional: bool = False) -> T:
-    """Call `function` with `arguments`. Its signature defines the options, its docstring the help.
-
-    positional: parameters without a default are positional arguments.
-    """
-    options = function_options(function, positional=positional)
-    given = read_arguments(arguments, options, prog=prog)
-    named = {name: value for name, value in given.items() if "." not in name}
-    hints = typing.get_type_hints(function)
-    for name, parameter in inspect.signature(function).parameters.items():
-        if is_table(hints[name]):
-            named[name] = _build_table(name, hints[name], parameter.default, given)
-    return function(**named)
-
-
-# ------------------------------------------------------------------------------------------------
-# Options from types
+    def read(self, flag: str, words: Sequence[str], *, negated: bool = False) -> Any:
+        """The value of these words."""
+        if self.is_switch and not words:
+            return not negated
+        if negated:
+            raise ConfigError(f"{flag} {words[0] or repr('')}: {self.negative} takes no value")
+        if words in (["None"], ["none"]) and (self.takes_none() or (self.optional and words == ["None"])):
+            return None
+        if self.name == "data.separator":  # TOML has these escapes; shells leave them as they are
+            escapes = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+            words = [re.sub(r"\\([ntr\\])", lambda found: escapes[found[1]], word) for word in words]
+        values = [self.convert(part) for word in words for part in self.parts(word)]
+        if not values and (not self.many or self.repeat or self.one_for_all):
+            raise ConfigError(f"{flag} needs a value: it {self.expected(entry=self.repeat)}")
+        if not self.many or self.repeat or (self.one_for_all and len(values) == 1):
+            return values[0]
+        return tuple(values)
 
 
 def key_options(values: Mapping[str, Any]) -> dict[str, Option]:
     """A flag for each configuration key, except tables in lists. `values` replace the schema's defaults."""
-    return {
-        path: Option(path, kind, values.get(path, key.default), key.about)
-        for path, key in all_keys().items()
-        if (kind := value_type(key.annotation))
-    }
+    return _as_options(all_keys().values(), values)
 
 
-def command_options(options: type) -> dict[str, Option]:
-    """The fields of a dataclass of command options, inherited ones included."""
-    texts = {name: text for base in reversed(options.__mro__[:-1]) for name, text in docstrings(base).items()}
-    hints = typing.get_type_hints(options)
+def _as_options(keys: Iterable[Key], values: Mapping[str, Any]) -> dict[str, Option]:
     return {
-        f.name: Option(f.name, _known(hints[f.name]), f.default, texts.get(f.name, ""))
-        for f in dataclasses.fields(options)
+        k.name: Option(k.name, k.annotation, k.about, values.get(k.name, k.default)) for k in keys if len(k.kinds) > 0
     }
 
 
 def function_options(function: Callable[..., Any], *, positional: bool = False) -> dict[str, Option]:
-    """The parameters of a function; those of a table parameter have dotted names."""
-    texts = parameter_docs(function)
+    """The parameters of a function, but those without a type; those of a table parameter have dotted names.
+
+    positional: parameters without a default are positional arguments.
+    """
+    section = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")[2]
+    entries = re.split(r"^ {4}(\w+): ", section, flags=re.M)[1:]
+    texts = dict(zip(entries[::2], (" ".join(text.split()) for text in entries[1::2]), strict=True))
     hints, marked = typing.get_type_hints(function), typing.get_type_hints(function, include_extras=True)
     found: dict[str, Option] = {}
     for name, parameter in inspect.signature(function).parameters.items():
-        annotation = hints[name]
+        if hints[name] is Any:
+            continue
         arg = next((a for a in getattr(marked[name], "__metadata__", ()) if isinstance(a, Arg)), Arg())
         required = parameter.default is inspect.Parameter.empty
-        if is_table(annotation):
-            found |= _table_options(name, annotation, None if required else parameter.default)
+        default = None if required else parameter.default
+        if is_table(hints[name]):
+            found |= _as_options(keys_of(hints[name], f"{name}.", default), {})
             continue
-        found[name] = Option(
-            name,
-            _known(annotation),
-            None if required else parameter.default,
-            texts.get(name, arg.help),
-            required,
-            positional and required,
-            arg.repeat,
-        )
+        about = texts.get(name, arg.help)
+        found[name] = Option(name, hints[name], about, default, required, positional and required, arg.repeat)
     return found
 
 
-def parameter_docs(function: Callable[..., Any]) -> dict[str, str]:
-    """Parameter descriptions from the `Args:` section of a docstring."""
-    section = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")[2]
-    entries = re.split(r"^ {4}(\w+): ", section, flags=re.M)[1:]
-    return {name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2], strict=True)}
+def call(function: Callable[..., T], arguments: Sequence[str], *, prog: str, positional: bool = False) -> T:
+    """Call `function` with `arguments`. Its signature defines the options, its docstring the help."""
+    options = function_options(function, positional=positional)
+    return function(**bind(function, read_arguments(arguments, options, prog=prog), options))
 
 
-def value_type(annotation: Any) -> ValueType | None:
-    """What a flag of this type accepts; None if flags cannot express it."""
-    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
-    if annotation in (bool, int, float, str, Path) or origin is Literal:
-        return ValueType(annotation)
-    if is_table(annotation) and hasattr(annotation, "parse"):  # a table with a compact form
-        return ValueType(str, unwrap=True)
-    if origin in (tuple, list):
-        item = value_type(parts[0])
-        fixed = origin is tuple and parts[-1] is not Ellipsis
-        return item and ValueType(item.item, origin, len(parts) if fixed else None, unwrap=item.unwrap)
-    if origin in (typing.Union, types.UnionType):
-        kinds = [value_type(part) for part in parts if part is not type(None)]
-        widest = next((kind for kind in kinds if kind and kind.container), kinds[0])
-        if widest is None or None in kinds:
-            return None
-        words = tuple(word for kind in kinds if kind and widest.is_switch for word in kind.choices)
-        return dataclasses.replace(widest, optional=type(None) in parts, unwrap=len(kinds) > 1, words=words)
-    return None
-
-
-def _known(annotation: Any) -> ValueType:
-    kind = value_type(annotation)
-    if kind is None:
-        raise TypeError(f"no flag can express {annotation}")
-    return kind
-
-
-def _table_options(prefix: str, table: Any, default: Any) -> dict[str, Option]:
-    found: dict[str, Option] = {}
-    for leaf, (annotation, text, value) in fields_of(table).items():
-        name, value = f"{prefix}.{leaf}", getattr(default, leaf, value)
-        if is_table(annotation):
-            found |= _table_options(name, annotation, value)
-        elif kind := value_type(annotation):
-            found[name] = Option(name, kind, value, text)
-    return found
-
-
-def _build_table(name: str, table: Any, default: Any, given: Mapping[str, Any]) -> Any:
-    flat = {path: value for path, value in given.items() if path.startswith(f"{name}.")}
-    values = nest(flat).get(name, {})
-    try:
-        if issubclass(table, BaseModel):
-            return table.model_validate(values)
-        return dataclasses.replace(default, **values)
-    except ValidationError as error:
-        raise ConfigError(explain(error, flat, dict.fromkeys(flat, "flag"), table=name)) from None
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from None
+def bind(function: Callable[..., Any], given: Mapping[str, Any], options: Mapping[str, Key]) -> dict[str, Any]:
+    """The values of these options, checked, as arguments of the function."""
+    hints, named = typing.get_type_hints(function), {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        own = {path: value for path, value in given.items() if path == name or path.startswith(f"{name}.")}
+        table = is_table(hints[name])
+        if not own and not table:
+            continue
+        values: Any = nest(own).get(name, {})
+        if table and not issubclass(hints[name], BaseModel):
+            values = asdict(parameter.default) | values
+        try:
+            check_storable(own)
+            named[name] = TypeAdapter(hints[name]).validate_python(values)
+        except ValidationError as error:
+            raise ConfigError(explain(error, own, dict.fromkeys(own, FLAG), options, table=name)) from None
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    return named
 
 
 # ------------------------------------------------------------------------------------------------
-# Parsing
+# Reading
 
 
 def read_arguments(arguments: Sequence[str], options: Mapping[str, Option], *, prog: str) -> dict[str, Any]:
     """The values given on the command line, by option name.
 
-    A flag takes `=value`, or words up to the next flag: `_count` says how many. A switch takes a word only in commands
-    without positional arguments; otherwise the word is one of those.
+    A flag takes `=value`, and words up to the next flag. Where there are positional arguments, a switch takes only true
+    and false, and a list of numbers leaves them the words that are none.
     """
     positional = [option for option in options.values() if option.positional]
-    needed = sum(option.type.count == 1 for option in positional)
+    needed = sum(not option.many for option in positional)
     given: dict[str, Any] = {}
     free: list[str] = []  # positional arguments
-    switch_before: dict[int, tuple[str, bool]] = {}  # index in `free` -> the switch directly before, and if it negates
     i = 0
     while i < len(arguments):
         flag, equals, value = arguments[i].partition("=")
         i += 1
-        if flag == "--" and not equals:
+        if arguments[i - 1] == "--":
             free += arguments[i:]
             break
-        if not _FLAG.match(flag):
+        if not _is_flag(flag):
             free.append(arguments[i - 1])
             continue
         option, negated = _find(flag, options)
         words = [value] if equals else []
-        follow = list(takewhile(lambda word: not re.match(r"--([A-Za-z]|$)", word), arguments[i:]))
-        if option.type.is_switch:
-            if positional and not equals and follow:
-                switch_before[len(free)] = flag, negated
-            elif not equals:
-                words = follow[:1]
-                i += len(words)
-            given[option.name] = _read_switch(flag, words, option, negated)
-            continue
-        taken = _count(option, words, follow, missing=needed - len(free), greedy=not positional)
-        words += follow[:taken]
+        follow = list(takewhile(lambda word: word != "--" and not _is_flag(word), arguments[i:]))
+        taken = len(follow)
+        if option.is_switch and positional and follow[:1] not in (["true"], ["false"]):
+            taken = 0
+        elif option.is_switch or not option.many or option.repeat:
+            taken = min(1 - len(words), len(follow))
+        else:
+            keep = max(0, len(follow) - max(0, needed - len(free)))
+            while taken > keep and not (str in option.kinds or option.accepts(follow[taken - 1])):
+                taken -= 1
         i += taken
-        result = _read_values(flag, words, option)
-        given[option.name] = (*given.get(option.name, ()), result) if option.repeat else result
-    _assign(free, positional, given, switch_before, prog)
-    if missing := [option for option in options.values() if option.required and option.name not in given]:
-        raise ConfigError(_missing(missing, options, prog))
+        value = option.read(flag, [*words, *follow[:taken]], negated=negated)
+        given[option.name] = (*given.get(option.name, ()), value) if option.repeat else value
+    for option in positional:
+        words = free if option.many else free[:1]
+        free = free[len(words) :]
+        if words or option.many:
+            given[option.name] = option.read(option.metavar, words)
+    if free and "preset" in options and free[0] in preset_names():
+        raise ConfigError(f"unexpected argument {free[0]}: did you mean --preset {free[0]}?")
+    if free:
+        rule = "" if positional else "options start with --; "
+        raise ConfigError(f"unexpected argument {free[0]}: {rule}`{prog} --help` lists the options")
+    required = {o.name: o.metavar if o.positional else f"--{o.name}" for o in options.values() if o.required}
+    if missing := [shown for name, shown in required.items() if name not in given]:
+        usage = " ".join(s if s == n.upper() else f"{s} {n.upper()}" for n, s in required.items())
+        raise ConfigError(f"{prog} needs {' and '.join(missing)}: write {prog} {usage} (see {prog} --help)")
     return given
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("--") and word[2:3].isalpha() and word.isascii()
 
 
 def help_topic(arguments: Sequence[str]) -> str | None:
@@ -335,7 +266,7 @@ def _find(flag: str, options: Mapping[str, Option]) -> tuple[Option, bool]:
         return options[name], False
     table, dot, leaf = name.rpartition(".")
     switch = options.get(f"{table}{dot}{leaf.removeprefix('no_')}")
-    if switch and leaf.startswith("no_") and switch.type.is_switch:
+    if switch and leaf.startswith("no_") and switch.is_switch:
         return switch, True
     if name in options:
         raise ConfigError(f"{flag}: {name.upper()} is a positional argument: write it without --{name}")
@@ -346,143 +277,133 @@ def _find(flag: str, options: Mapping[str, Option]) -> tuple[Option, bool]:
             raise ConfigError(f"{name} is a table and has no flag: set it in a file given with --config")
         if leaf in OTHER_NAMES:
             raise ConfigError(f"unknown option {flag}: use {OTHER_NAMES[leaf]}")
-    near = re.sub(r"(?<=mean )|(?<= or )", "--", suggestion(name, [n for n, o in options.items() if not o.positional]))
+    near = suggestion(name, [n for n, option in options.items() if not option.positional], mark="--")
     raise ConfigError(f"unknown option {flag}: {near or '--help lists all options'}")
 
 
-def _count(option: Option, words: Sequence[str], follow: Sequence[str], *, missing: int, greedy: bool) -> int:
-    """How many of the words behind a flag are its values.
+# ------------------------------------------------------------------------------------------------
+# Help
 
-    missing: positional arguments not given yet; they may be the last words, if the option cannot take those.
-    greedy: the command has no positional arguments, so a surplus word is an error of this option.
+
+def config_help(topic: str, own: Mapping[str, Option], keys: Mapping[str, Option], *, prog: str, about: str) -> str:
+    """Help of a command that takes a configuration.
+
+    topic: "" for the common options, "all", a section, a key, or a word to find keys by. own: the command's options.
     """
-    if option.repeat or option.type.count == 1:
-        return min(1 - len(words), len(follow))
-    if option.type.count is not None:
-        return len(follow) if greedy else min(option.type.count - len(words), len(follow))
-    taken = len(follow)
-    while taken > max(0, len(follow) - missing) and not _accepts(option, follow[taken - 1]):
-        taken -= 1
-    return taken
+    if not topic:
+        common = [*own.values(), *(keys[name] for name in COMMON_KEYS)]
+        sections = ", ".join(RunConfig.model_fields)
+        return "\n".join([
+            _usage(f"{prog} [options]", about), "Common options:", *_rows(common, brief=True), "",
+            *_wrap("Every configuration key is an option: --SECTION.KEY VALUE. To find one:"),
+            f"  {prog} --help WORD", f"  {prog} --help SECTION", *_wrap(f"Sections: {sections}", indent=2),
+            f"  {prog} --help all",
+        ])  # fmt: skip
+    tables, everything = table_names(keys), topic == "all"
+    shown = [name for name in tables if everything or f"{name}.".startswith(f"{topic}.")]
+    if not shown:
+        return "\n".join(_rows(_matching(topic, {**own, **keys}, tables)))
+    lines = (
+        [_usage(f"{prog} [options]", about), "Command options:", *_rows(own.values(), brief=True)] if everything else []
+    )
+    for table in shown:
+        members = [option for name, option in keys.items() if name.rpartition(".")[0] == table]
+        lines += ["", *_wrap(f"{table}: {about_table(table)}"), *_rows(members, brief=everything)]
+    return "\n".join(lines).strip("\n")
 
 
-def _read_switch(flag: str, words: Sequence[str], option: Option, negated: bool) -> bool | str:
-    if not words:
-        return not negated
-    value = _BOOLEANS.get(words[0].lower())
-    if negated:
-        raise ConfigError(f"{flag} {words[0] or repr('')}: {option.negative} takes no value")
-    if words[0] in option.type.words:
-        return words[0]
-    if value is None:
-        values = "true, false or auto" if "auto" in option.type.words else "true or false"
-        raise ConfigError(
-            f"{flag} {words[0] or repr('')}: expected {values}, or {option.flag} or {option.negative} alone"
-        )
-    return value
+def _matching(word: str, options: Mapping[str, Option], tables: Iterable[str]) -> list[Option]:
+    """The option of this name, those whose last part it is or whose name contains it, or whose text does."""
+    name = word.lstrip("-").replace("-", "_").lower()
+    if name in options:
+        return [options[name]]
+    named = [option for key, option in options.items() if name in key]
+    named.sort(key=lambda option: option.name.rpartition(".")[2] != name)
+    found = named or [option for option in options.values() if word.lower() in option.about.lower()]
+    if not found or not name:
+        near = suggestion(word, [*tables, *options]) or f"give a key, or one of all, {', '.join(tables)}"
+        raise ConfigError(f"--help {word}: no option has this in its name or description: {near}")
+    return found
 
 
-def _read_values(flag: str, words: Sequence[str], option: Option) -> Any:
-    kind, shown = option.type, " ".join([flag, *(word or "''" for word in words)])
-    example = _example(option.default) + (", or none" if _takes_none(option) else "")
-    if len(words) == 1 and kind.optional and (words[0] == "None" or (words[0] == "none" and _takes_none(option))):
-        return None
-    if kind.container is None or option.repeat:
-        if not words:
-            raise ConfigError(f"{flag} needs a value: expected {_expected(kind)}{example}")
-        word = words[0]
-        if option.name in ESCAPED_KEYS:
-            word = re.sub(r"\\[ntr\\]", lambda match: ESCAPES[match[0]], word)
-        return _convert(shown, word, kind, example)
-    words = [part for word in words for part in option.parts(word)]
-    if (kind.count is not None and len(words) != kind.count) or (kind.unwrap and not words):
-        raise ConfigError(f"{shown}: expected {kind.count or 'one or more'} values{example}, got {len(words)}")
-    values = [_convert(f"{shown}: {word or repr('')}", word, kind, example) for word in words]
-    return values[0] if kind.unwrap and len(values) == 1 else kind.container(values)
+def function_help(function: Callable[..., Any], *, prog: str, positional: bool = False) -> str:
+    """Help of a command that is a function; the parameters as in `call`."""
+    options = function_options(function, positional=positional).values()
+    operands, flags = ([option for option in options if option.positional == kind] for kind in (True, False))
+    usage = " ".join([prog, *map(_left, operands), *["[options]"] * bool(flags)])
+    lines = [_usage(usage, function.__doc__ or "")]
+    lines += ["Arguments:", *_rows(operands), ""] if operands else []
+    return "\n".join([*lines, *(["Options:", *_rows(flags)] if flags else [])]).rstrip("\n")
 
 
-def _convert(shown: str, word: str, kind: ValueType, example: str) -> Any:
-    if kind.choices:
-        if word not in kind.choices:
-            pick = "pick from" if kind.container else "pick one of"
-            raise ConfigError(f"{shown} is unknown: {pick} {', '.join(kind.choices)}")
-        return word
-    try:
-        value = kind.item(word)
-        if kind.item is int and abs(value) >= 2**63:
-            raise ConfigError(f"{shown} is an integer of {len(word)} digits: it must fit in 64 bits")
-        return value
-    except ValueError:
-        whole = _as_integer(word) if kind.item is int else None
-        fix = f"write {whole}" if whole is not None else f"give {'numbers' if kind.container else 'one'}{example}"
-        raise ConfigError(f"{shown} is not {_expected(kind)}: {fix}") from None
+def _usage(usage: str, about: str) -> str:
+    about = inspect.cleandoc(about).partition("\nArgs:\n")[0]
+    paragraphs = ["\n".join(_wrap(" ".join(text.split()))) for text in about.split("\n\n") if text]
+    return "\n\n".join([f"usage: {usage}", *paragraphs]) + "\n"
 
 
-def _accepts(option: Option, word: str) -> bool:
-    try:
-        for part in option.parts(word):
-            _convert("", part, option.type, "")
-    except ConfigError:
-        return False
-    return True
+def _rows(options: Iterable[Option], *, brief: bool = False) -> list[str]:
+    """Two columns. brief: each help text up to its first full stop or semicolon."""
+    rows = [(_left(option), _right(option, brief=brief)) for option in options]
+    column = max((len(left) for left, _ in rows if len(left) <= _MAX_LEFT), default=0) + 4
+    lines: list[str] = []
+    for left, right in rows:
+        texts = textwrap.wrap(right, max(20, _width() - column), break_on_hyphens=False) or [""]
+        if len(left) > column - 4:
+            lines.append(f"  {left}")
+            left = ""
+        lines += [f"{f'  {left}' * (text is texts[0]):{column}}{text}".rstrip() for text in texts]
+    return lines
 
 
-def _takes_none(option: Option) -> bool:
-    """Whether `none` means null, as in files. For text that is no configuration key it may be a file name."""
-    return option.type.optional and (option.type.item not in (str, Path) or as_none(option.name, "none") is None)
+def _left(option: Option) -> str:
+    if option.positional:
+        return option.metavar + " ..." * option.many
+    if option.is_switch:
+        return option.negative.replace("no_", "[no_]", 1)
+    name = "|".join(option.choices) if _short(option) else _METAVARS.get(option.kinds[0], "NAME")
+    count = 1 if option.repeat else option.count
+    return " ".join([f"--{option.name}", *[name] * (count or 1)]) + " ..." * (count is None)
 
 
-def _as_integer(word: str) -> int | None:
-    """1e6 and 1,000 are integers to people."""
-    try:
-        number = float(word.replace(",", ""))
-        return int(number) if number == int(number) else None
-    except (ValueError, OverflowError):
-        return None
+def _right(option: Option, *, brief: bool) -> str:
+    text, notes, value = " ".join(option.about.split()), [], option.default
+    if brief:
+        text = re.split(r"[.;](?: |$)", text)[0]
+    elif option.choices and not option.is_switch and not _short(option):
+        notes.append(f"one of {', '.join(option.choices)}")
+    if option.repeat:
+        notes.append("can be repeated")
+    if option.required and not option.positional:
+        notes.append("required")
+    elif value not in (None, "", ()):
+        word = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+        notes.append(f"default: {' '.join(map(str, value)) if isinstance(value, (tuple, list)) else word}")
+    return f"{text} ({'; '.join(notes)})".strip() if notes else text
 
 
-def _assign(
-    free: Sequence[str],
-    positional: Sequence[Option],
-    given: dict[str, Any],
-    switch_before: Mapping[int, tuple[str, bool]],
-    prog: str,
-) -> None:
-    """Hand the words that belong to no flag to the positional arguments, in order."""
-    used = 0
-    for option in positional:
-        words = free[used:] if option.type.count is None else free[used : used + 1]
-        used += len(words)
-        if words or option.type.count is None:
-            given[option.name] = _read_values(option.name.upper(), words, option)
-    if used < len(free):
-        for i, (flag, negated) in switch_before.items():
-            if (word := free[i]).lower() in _BOOLEANS:
-                raise ConfigError(f"{flag} {word}: write {f'{flag} alone' if negated else f'{flag}={word}'}")
-        word = free[used]
-        if not positional and word in preset_names():
-            raise ConfigError(f"unexpected argument {word}: did you mean --preset {word}?")
-        rule = "" if positional else "options start with --; "
-        raise ConfigError(f"unexpected argument {word}: {rule}`{prog} --help` lists the options")
+def _short(option: Option) -> bool:
+    return bool(option.choices) and len("|".join(option.choices)) <= 22
 
 
-def _missing(missing: Sequence[Option], options: Mapping[str, Option], prog: str) -> str:
-    def usage(option: Option) -> str:
-        return option.name.upper() if option.positional else f"{option.flag} {option.name.upper()}"
-
-    names = " and ".join(option.name.upper() if option.positional else option.flag for option in missing)
-    needed = " ".join(usage(option) for option in options.values() if option.required)
-    return f"{prog} needs {names}: write {prog} {needed} (see {prog} --help)"
+def table_names(keys: Iterable[str]) -> list[str]:
+    """Sections and tables inside them, in the order of the schema: model, model.nsa, data, …"""
+    order = list(RunConfig.model_fields)
+    tables = {name.rpartition(".")[0] for name in keys}
+    return sorted(tables, key=lambda table: (order.index(table.partition(".")[0]), table))
 
 
-def _expected(kind: ValueType) -> str:
-    if kind.choices:
-        return f"one of {', '.join(kind.choices)}"
-    return {int: "an integer", float: "a number", Path: "a path"}.get(kind.item, "text")
+def about_table(path: str) -> str:
+    table: Any = RunConfig
+    for name in path.split("."):
+        table = typing.get_type_hints(table)[name]
+    return inspect.cleandoc(table.__doc__ or "").partition("\n")[0]
 
 
-def _example(default: Any) -> str:
-    if isinstance(default, (tuple, list)):
-        default = " ".join(map(str, default))
-    # not 0, which turns most things off
-    return f", such as {default}" if isinstance(default, (int, float, str)) and default else ""
+def _wrap(text: str, indent: int = 0) -> list[str]:
+    later = " " * (indent + 2 * bool(indent))
+    return textwrap.wrap(text, _width(), initial_indent=" " * indent, subsequent_indent=later)
+
+
+def _width() -> int:
+    return min(200, max(60, shutil.get_terminal_size((100, 24)).columns))

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from tercet.atomic_io import write_json, write_text
-from tercet.config.keys import all_keys, flatten, flatten_table, nest, suggestion
+from tercet.config.keys import Key, all_keys, flatten, flatten_table, nest, suggestion
 from tercet.config.retired import ignored, refused, without_retired
 from tercet.config.schema import RunConfig
 from tercet.config.sections import StageConfig
@@ -57,14 +57,19 @@ def load(preset: str | None = None, file: str | Path | None = None, flags: Mappi
     return merge([*read_layers(preset, file), Layer(FLAG, flags or {})])
 
 
-def read_layers(preset: str | None = None, file: str | Path | None = None) -> list[Layer]:
-    """Layers of the preset and the file. Not validated yet: flags may complete them."""
-    layers = [] if file is None else _layers(read_toml(Path(file)), f"file {file}")
+def read_layers(preset: str | None = None, config: str | Path | None = None) -> list[Layer]:
+    """Layers of the preset and the file. Not validated yet: flags may complete them.
+
+    Args:
+        preset: Configuration to start from (`tercet presets` lists them).
+        config: TOML file that overrides the preset, such as config.toml of an earlier run.
+    """
+    layers = [] if config is None else _layers(read_toml(Path(config)), f"file {config}")
     based_on = [layer.origin for layer in layers if layer.origin.startswith("preset ")]
     if preset is None:
         return layers
     if based_on and based_on[-1] != f"preset {preset}":
-        raise ConfigError(f"--preset {preset} and --config {file}, which builds on {based_on[-1]}: give only one")
+        raise ConfigError(f"--preset {preset} and --config {config}, which builds on {based_on[-1]}: give only one")
     return layers if based_on else preset_layers(preset) + layers
 
 
@@ -86,7 +91,7 @@ def merge(layers: list[Layer]) -> Loaded:
     try:
         config = RunConfig.model_validate(nest(values))
     except ValidationError as error:
-        raise ConfigError(explain(error, values, origins)) from None
+        raise ConfigError(explain(error, values, origins, all_keys())) from None
     return Loaded(config, origins, tuple(notes))
 
 
@@ -213,63 +218,51 @@ def _check_key(path: str, origin: str) -> None:
 def as_none(path: str, value: Any) -> Any:
     """Convert "none" to None for optional keys: TOML has no null."""
     key = all_keys().get(path)
-    return None if value == "none" and type(None) in getattr(key and key.annotation, "__args__", ()) else value
+    return None if value == "none" and key is not None and key.optional else value
 
 
-# pydantic's wording of a rule -> ours.
-_RULES = (
-    ("greater than or equal to", "at least"),
-    ("less than or equal to", "at most"),
-    ("greater than", "above"),
-    ("less than", "below"),
-    ("a valid integer", "an integer"),
-    ("a valid number", "a number"),
-    ("a valid boolean", "true or false"),
-    ("a valid string", "text"),
-    ("a valid tuple", "a list"),
-)
+# type of a pydantic error -> our rule; the others are values of a wrong type.
+_RULES = {
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be above {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
+    "finite_number": "must be a finite number",
+    "string_too_short": "must have at least {min_length} character",
+    "value_error": "{error}",
+    "missing": "is missing",
+    "extra_forbidden": "is unknown",
+}
 
 
-def reword_rule(message: str) -> str:
-    """Reword a pydantic message: `Input should be greater than or equal to 1` -> `must be at least 1`."""
-    _, should, rule = message.partition("Input should be ")
-    if not should:
-        return message[0].lower() + message[1:]
-    for original, reworded in _RULES:
-        if rule.startswith(original):
-            # after a type pydantic appends the parse error, which the printed value already shows
-            return f"must be {reworded}{rule.removeprefix(original) if ' than' in original else ''}"
-    return f"must be {rule}"
-
-
-def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str], table: str = "") -> str:
-    """A validation error in one line: key, value, origin and rule. `table`: the section that was validated."""
+def explain(
+    error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str], keys: Mapping[str, Key],
+    table: str = "",
+) -> str:  # fmt: skip
+    """A validation error in one line: key, value, origin and rule. table: what was validated, if not everything."""
     problems: dict[str, str] = {}
     for problem in error.errors(include_url=False):
         path = ".".join([*filter(None, [table]), *map(str, problem["loc"])])
-        key = next((k for k in all_keys() if path == k or path.startswith(k + ".")), None)
-        message = problem["msg"].removeprefix("Value error, ")
-        if key is None:
-            problems.setdefault(path, f"{path}: {message}" if path else message)
-            continue
-        inside = path.removeprefix(f"{key}.")  # a field of a table in a list; for a union, a type
-        rule, value = reword_rule(message), values.get(key)
-        shown = _shown(value)
-        if isinstance(value, list | tuple) and "tuple[" not in str(all_keys()[key].annotation):
-            rule, shown = f"{rule}, not a list", repr(value)  # joined words would look like a valid value
-        if inside[:1].isdigit():
-            index, _, field = inside.partition(".")
-            rule = f"{field} of entry {int(index) + 1}: {rule}" if field else f"entry {int(index) + 1}: {rule}"
-        problems.setdefault(key, f"{key}={shown} ({origins[key]}): {rule}")
+        name = next((k for k in values if path == k or path.startswith(f"{k}.")), path)
+        entry, _, field = path.removeprefix(f"{name}.").partition(".")  # of a list; for a union, a type
+        if not entry.isdigit() or (problem["type"] == "missing" and not field):
+            entry = field = ""
+        limits = {k: int(v) if isinstance(v, float) and v == int(v) else v for k, v in problem.get("ctx", {}).items()}
+        rule = _RULES.get(problem["type"], "").format_map(limits)
+        if name in keys and keys[name].kinds and not field and (not rule or problem["type"] == "missing"):
+            rule = keys[name].expected(problem["input"], entry=bool(entry))
+        rule = rule or problem["msg"].replace("Input should be", "must be").partition(", ")[0]
+        if entry:
+            rule = f"{field} of entry {int(entry) + 1}: {rule}" if field else f"entry {int(entry) + 1}: {rule}"
+        shown = f"{name}={_shown(values[name])} ({origins[name]})" if name in values else name
+        problems.setdefault(name, f"{shown}: {rule}" if shown else rule)
     first, *more = problems.values()
     return first + (f" (and {len(more)} more)" if more else "")
 
 
 def _shown(value: Any) -> str:
-    """A value as on a command line if it is a list of words, else as in Python."""
-    if isinstance(value, list | tuple) and value and all(isinstance(part, str) for part in value):
-        return " ".join(value)
-    return repr(value)
+    """A list as on a command line if it comes from there, else as in Python."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) and value else repr(value)
 
 
 # The standard library only reads TOML; these two functions write what a configuration needs.

@@ -49,6 +49,21 @@ class RunSection(Section):
         return name
 
 
+def check_storable(values: Any) -> None:
+    """Refuse what the parsers of JSON, TOML and flags return, but which overflows later or cannot be written."""
+    pending = [("", values)]
+    while pending:
+        key, value = pending.pop()
+        if isinstance(value, dict):
+            pending += [(f"{key}.{name}".lstrip("."), inner) for name, inner in value.items()]
+        elif isinstance(value, (list, tuple)):
+            pending += [(key, inner) for inner in value]
+        elif isinstance(value, int) and abs(value) >= 2**63:
+            raise ValueError(f"{key} is an integer of {len(str(abs(value)))} digits: it must fit in 64 bits")
+        elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+            raise ValueError(f"{key}={value!a} is not Unicode text: write it in UTF-8")
+
+
 class RunConfig(Section):
     """A complete run. Values come from defaults, preset, TOML file and flags; later ones win."""
 
@@ -65,18 +80,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _values_can_be_saved(cls, values: Any) -> Any:
-        # The parsers of JSON and TOML return larger integers, which overflow later, and JSON has lone surrogates.
-        pending = [("", values)]
-        while pending:
-            key, value = pending.pop()
-            if isinstance(value, dict):
-                pending += [(f"{key}.{name}".lstrip("."), inner) for name, inner in value.items()]
-            elif isinstance(value, (list, tuple)):
-                pending += [(key, inner) for inner in value]
-            elif isinstance(value, int) and abs(value) >= 2**63:
-                raise ValueError(f"{key} is an integer of {len(str(abs(value)))} digits: it must fit in 64 bits")
-            elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
-                raise ValueError(f"{key}={value!a} is not Unicode text: write it in UTF-8")
+        check_storable(values)
         return values
 
     @model_validator(mode="after")
