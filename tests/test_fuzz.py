@@ -24,11 +24,10 @@ from runs import train_small
 from tercet import cli
 from tercet.config.data import DataConfig
 from tercet.config.load import load, to_toml
-from tercet.data.inspect import describe, describe_shards
+from tercet.data.commands import describe, describe_shards
 from tercet.data.loader import build_loader
-from tercet.data.prepare import prepare
+from tercet.data.prepare import prepare, train_bpe
 from tercet.data.tokenizers import load_tokenizer
-from tercet.data.train_tokenizer import train_bpe
 from tercet.errors import TercetError
 from tercet.interop.huggingface.export import export
 from tercet.interop.huggingface.import_hf import import_model

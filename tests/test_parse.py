@@ -12,8 +12,8 @@ from tercet import cli
 from tercet.config.data import DataConfig
 from tercet.config.load import load, read_toml
 from tercet.data import shards
+from tercet.data.files import RecordFormat, jsonl_reader, parquet_reader
 from tercet.data.prepare import prepare
-from tercet.data.records import RecordFormat, jsonl_reader, parquet_reader
 from tercet.data.sources import open_stream
 from tercet.data.tokenizers import load_tokenizer
 from tercet.errors import TercetError

@@ -200,7 +200,7 @@ def documents_of() -> Callable[[list[Batch]], list[bytes]]:
 @pytest.fixture(scope="session")
 def small_bpe(tmp_path_factory: pytest.TempPathFactory, corpus: dict[str, Path]) -> Path:
     """A tokenizer.json trained on the corpus."""
-    from tercet.data.train_tokenizer import train_bpe
+    from tercet.data.prepare import train_bpe
 
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
     train_bpe(DataConfig(source="text", path=str(corpus["text"])), path, vocab_size=300)

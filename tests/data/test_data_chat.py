@@ -203,19 +203,6 @@ def test_messages_need_a_template_and_the_right_field(config, read, tmp_path):
         read(config([{"text": "plain"}], text_field="text", loss_on="assistant"), sequences=1)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"source": "text", "path": "x", "loss_on": "assistant"}, "only jsonl and parquet have conversations"),
-        ({"source": "shards", "path": "x", "special_tokens": True}, "shards keep the special_tokens"),
-        ({"source": "jsonl", "path": "x", "loss_on": "assistant", "retrieval": 0.5}, "drop one of them"),
-    ],
-)
-def test_settings_that_would_have_no_effect_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        DataConfig(**settings)
-
-
 def test_shards_keep_template_loss_and_special_tokens(config, read, tmp_path):
     data = config([{"messages": MESSAGES}, {"messages": MESSAGES[:3]}], loss_on="assistant")
     prepare(data, tmp_path / "out", workers=1)

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tercet.config.data import DataConfig
 from tercet.data.packing import IGNORE, BatchLayout, pack
 from tercet.data.stream import DataError, Document
 
@@ -78,17 +77,6 @@ def test_masked_tokens_are_inputs_but_not_targets():
     (batch,) = pack(ListStream([[5, 6, 7, 8, EOS]], [mask]), packing(5, 1))
     assert batch.tokens.tolist() == [5, 6, 7, 8, EOS]
     assert batch.targets.tolist() == [IGNORE, 7, IGNORE, EOS, IGNORE]
-
-
-def test_a_prompt_does_not_count_in_the_loss(tmp_path, read):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"question": "2+2=", "text": "four"}\n')
-    data = DataConfig(
-        source="jsonl", path=str(path), prompt_field="question", seq_len=9, validation_fraction=0, exhaustion="stop"
-    )
-    (batch,) = read(data, sequences=1)
-    assert bytes(batch.tokens[0].tolist()) == b"2+2=four\0"
-    assert batch.targets[0].tolist() == [IGNORE] * 3 + list(b"four\0") + [IGNORE]
 
 
 @pytest.mark.parametrize("whole", [False, True])

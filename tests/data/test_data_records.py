@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tercet.config.data import DataConfig
-from tercet.data import records
+from tercet.data import files
 from tercet.data.files import find_files
 from tercet.data.loader import build_loader
 from tercet.data.sources import open_stream, record_source
@@ -65,7 +65,7 @@ def test_a_bad_line_is_named_or_skipped_and_counted(bad, reason, suffix, tmp_pat
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 @pytest.mark.parametrize("source", ["text", "jsonl"])
 def test_a_file_that_decompresses_without_end_is_refused(source, suffix, tmp_path, monkeypatch, read):
-    monkeypatch.setattr(records, "MIN_DECOMPRESSED", 1000)
+    monkeypatch.setattr(files, "MIN_DECOMPRESSED", 1000)
     compress = gzip.compress if suffix == "gz" else zstandard.ZstdCompressor().compress
     path = tmp_path / f"a.jsonl.{suffix}"
     path.write_bytes(compress(b" " * 10**6))
@@ -117,7 +117,7 @@ class UnreliableStorage:
     """Replaces `open_binary`: the first `failures` reads of a file fail, after two lines."""
 
     def __init__(self, failures: int) -> None:
-        self.failures, self.open = failures, records.open_binary
+        self.failures, self.open = failures, files.open_binary
 
     def __call__(self, path):
         self.failures -= 1
@@ -141,7 +141,7 @@ class UnreliableStorage:
 def test_an_io_error_is_retried_and_warned_about(source, tmp_path, monkeypatch, documents_of):
     (tmp_path / "a.jsonl").write_text("\n".join(GOOD))
     monkeypatch.setattr("tercet.data.files.RETRY_SECONDS", (0, 0, 0))
-    monkeypatch.setattr(records, "open_binary", UnreliableStorage(3))
+    monkeypatch.setattr(files, "open_binary", UnreliableStorage(3))
     with build_loader(config(source, tmp_path, bad_records="skip"), seed=0, batch_sequences=1) as loader:
         batches = list(loader)
         assert len(loader.stream.notes.io_retries) == 3
@@ -154,12 +154,12 @@ def test_an_io_error_that_stays_is_fatal_and_not_a_bad_record(tmp_path, monkeypa
     (tmp_path / "a.jsonl").write_text("\n".join(GOOD))
     waits = []
     monkeypatch.setattr("tercet.data.files.time.sleep", waits.append)
-    monkeypatch.setattr(records, "open_binary", UnreliableStorage(99))
+    monkeypatch.setattr(files, "open_binary", UnreliableStorage(99))
     with pytest.raises(DataError, match=r"a.jsonl cannot be read \(Input/output error\), also after 4 retries in 15 s"):
         read(config("jsonl", tmp_path, bad_records="skip"))
     assert waits == [1, 2, 4, 8]
     with pytest.raises(FileNotFoundError):  # raised by the reader, so retried too
-        next(records.parquet_reader(records.RecordFormat())(tmp_path / "missing.parquet", 0))
+        next(files.parquet_reader(files.RecordFormat())(tmp_path / "missing.parquet", 0))
 
 
 @pytest.mark.parametrize(("kind", "fix"), [(PermissionError, "change the permissions"), (IsADirectoryError, "make it")])
@@ -170,7 +170,7 @@ def test_an_error_that_waiting_does_not_fix_is_fatal_at_once(kind, fix, tmp_path
         raise kind(0, "refused")
 
     monkeypatch.setattr("tercet.data.files.time.sleep", lambda _: pytest.fail("retried"))
-    monkeypatch.setattr(records, "open_binary", refused)
+    monkeypatch.setattr(files, "open_binary", refused)
     with pytest.raises(DataError, match=rf"a\.jsonl cannot be read \(refused\): {fix}"):
         read(config("jsonl", tmp_path, bad_records="skip"))
 
@@ -183,6 +183,10 @@ def test_bad_parquet_rows_and_files_are_named(tmp_path, read, documents_of):
     assert documents_of(batches) == [b"one", b"three"]
     with pytest.raises(BadRecordError, match=r"a.parquet: has no column 'body' \(it has text\)"):
         read(config("parquet", tmp_path, text_field="body"))
+    for column in ([{"a": "b"}], [1], [None]):
+        pq.write_table(pa.table({"text": column}), tmp_path / "c.parquet")
+        with pytest.raises(BadRecordError, match=r"its column 'text' is .*, not text"):
+            read(config("parquet", tmp_path / "c.parquet"))
     (tmp_path / "b.parquet").write_bytes(b"not parquet at all")
     with pytest.raises(BadRecordError, match=r"b.parquet: is not a readable parquet file"):
         read(config("parquet", tmp_path / "b.parquet"))
@@ -257,11 +261,11 @@ def long_parquet(path):
 def test_a_record_over_the_limit_is_bad_until_the_limit_is_raised(source, tmp_path):
     path = tmp_path / f"a.{source}"
     (long_jsonl if source == "jsonl" else long_parquet)(path)
-    found = dict(record_source(config(source, path, max_record_mib=1), seed=0, shuffle=False)._reader(path, 0))
+    found = dict(record_source(config(source, path, max_record_mib=1), None)._reader(path, 0))
     limits = r"is longer than data.max_record_mib=1 allows: split it, or raise --data.max_record_mib"
     assert re.search(rf"record 4 of .*a\.{source}: {limits}", str(found.pop(4)))
     assert [record.text for record in found.values()] == [f"good {i}".encode() for i in range(6)]
-    whole = dict(record_source(config(source, path), seed=0, shuffle=False)._reader(path, 0))
+    whole = dict(record_source(config(source, path), None)._reader(path, 0))
     assert len(whole[4].text) == 2 << 20
 
 
@@ -271,7 +275,7 @@ def test_repeated_values_of_a_parquet_file_are_not_written_out(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": shared}), path, compression="zstd", dictionary_pagesize_limit=1 << 30)
     before = pa.total_allocated_bytes()
-    rows = records.parquet_reader(records.RecordFormat())(path, 0)
+    rows = files.parquet_reader(files.RecordFormat())(path, 0)
     assert len(next(rows)[1].text) == 1 << 20
     assert pa.total_allocated_bytes() - before < 16 << 20
     assert sum(1 for _ in rows) == 299
@@ -289,19 +293,9 @@ def test_a_text_of_any_length_is_read_in_pieces_that_start_at_lines(separator, t
         def read(self, size):
             return b"0123456\n" * (size // 8)
 
-    monkeypatch.setattr(records, "open_binary", lambda _: Endless())
-    rows = records.text_reader(separator, 1)(tmp_path, 0)
+    monkeypatch.setattr(files, "open_binary", lambda _: Endless())
+    rows = files.text_reader(separator, 1)(tmp_path, 0)
     assert [len(next(rows)[1].text) for _ in range(3)] == [1 << 20] * 3
-
-
-@pytest.mark.parametrize("text", ["é" * 50, "a line\n" * 30, "--x\n--\n" * 20, "x" * 45 + "\n--\n" + "é\n" * 40])
-@pytest.mark.parametrize("limit", [7, 16, 64])
-def test_pieces_of_a_text_are_the_text(text, limit):
-    data = text.encode()
-    found = list(records.pieces(data, limit))
-    assert b"".join(found) == data
-    assert max(map(len, found)) <= limit
-    assert all(part.decode() for part in found)
 
 
 HOSTILE = {
@@ -323,13 +317,6 @@ def test_a_hostile_file_ends_in_one_short_line(name, tmp_path):
         list(open_stream(config(source, tmp_path / name), ByteTokenizer(), seed=0, split="train").documents())
     assert len(str(error.value).splitlines()) == 1
     assert len(str(error.value)) < 800
-
-
-@pytest.mark.parametrize("column", [[["a"]], [{"a": "b"}], [1], [None]])
-def test_a_parquet_column_that_is_not_text_is_named_once(column, tmp_path):
-    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
-    ((_, error),) = records.parquet_reader(records.RecordFormat())(tmp_path / "a.parquet", 0)
-    assert re.search("its column 'text' is .*, not text", str(error))
 
 
 def test_links_that_form_loops_are_not_followed(tmp_path):

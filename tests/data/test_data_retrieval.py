@@ -14,8 +14,7 @@ import pytest
 
 from tercet.config.data import DataConfig
 from tercet.config.load import ConfigError, load
-from tercet.data.exercises import ExerciseWriter, write_lines
-from tercet.data.retrieval import (
+from tercet.data.exercises import (
     HELD_OUT_WORDINGS,
     HELD_OUT_WORDS,
     MODULUS,
@@ -24,11 +23,12 @@ from tercet.data.retrieval import (
     TRAINING_WORDS,
     VERSION,
     Draws,
+    ExerciseWriter,
     Pair,
+    write_lines,
 )
 from tercet.data.sources import open_stream
-from tercet.data.stream import DataError
-from tercet.data.tokenizers import ByteTokenizer, load_tokenizer
+from tercet.data.tokenizers import ByteTokenizer
 
 KINDS = ["jsonl", "shards", "text"]
 
@@ -201,16 +201,6 @@ def test_the_share_holds_within_a_long_document(tmp_path, monkeypatch, read, ass
 
 
 @pytest.mark.usefixtures("one_wording")
-def test_exercises_in_other_tokens_decode_to_whole_lines(lessons, small_bpe, read):
-    data = lessons["text"].model_copy(update={"tokenizer": str(small_bpe)})
-    tokenizer = load_tokenizer(str(small_bpe))
-    batches = read(data, 24)
-    text = "\n".join(tokenizer.decode(row.tolist()) for batch in batches for row in batch.tokens)
-    assert batches[-1].stats.exercises > 10
-    assert len(re.findall(r"^(?:SET|THEN GET) \S+ = \S+$", text, re.M)) > 2
-
-
-@pytest.mark.usefixtures("one_wording")
 def test_prompts_stay_out_of_the_loss_and_lines_are_in_it(tmp_path, read):
     records = [{"p": "PROMPT ", "text": f"number {i}\n" * 30} for i in range(60)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
@@ -224,18 +214,6 @@ def test_prompts_stay_out_of_the_loss_and_lines_are_in_it(tmp_path, read):
         assert lines
         for line in lines:
             assert -100 not in targets[line.start() : line.end() - 1]
-
-
-def test_another_share_is_not_resumed(lessons, read):
-    state = read(lessons["jsonl"], 2)[-1].state
-    with pytest.raises(DataError, match=r"data\.retrieval was 0\.5 and is 0\.2"):
-        read(lessons["jsonl"].model_copy(update={"retrieval": 0.2}), 1, state=state)
-
-
-@pytest.mark.parametrize("source", ["synthetic", "mixture"])
-def test_sources_without_text_of_their_own_refuse_exercises(source):
-    with pytest.raises(ValueError, match=f"retrieval=0.5 is not used by source={source}"):
-        DataConfig(source=source, retrieval=0.5)
 
 
 def test_sequences_too_short_for_an_exercise_are_refused():
@@ -280,13 +258,6 @@ def test_no_held_out_wording_is_trained(training_lines):
     forms = [re.sub(r"\\{\w+\\}", r"\\S.*", re.escape(text.strip())) for text in plain]
     written = "\n".join(training_lines)
     assert not [form for form in forms if re.search(form, written)]
-
-
-def test_every_fact_and_question_names_its_key_once():
-    for fact, ask, end in (*TRAINING_WORDINGS.pairs, *HELD_OUT_WORDINGS.pairs):
-        assert fact.replace("!r", "").count("{key}") == ask.replace("!r", "").count("{key}") == 1
-        assert fact.replace("!r", "").count("{value}") == 1
-        assert "\n" not in (fact + ask).format(what="a", key="b", value="c") + end
 
 
 @pytest.mark.parametrize("draw", ["number", "uuid", "coined"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import tracemalloc
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
@@ -38,15 +37,6 @@ def test_resuming_after_any_batch_is_exact(kind, configs, assert_resumes):
     assert_resumes(shuffled(configs[kind], block=5), 40, every=3)  # batches span blocks
 
 
-def test_a_run_resumes_at_another_world_size_and_batch_size(configs, read):
-    data = shuffled(configs["jsonl"])
-    straight = sequences(read(data, 30, sequences=4))
-    two = [read(data, 3, sequences=4, rank=r, world_size=2) for r in range(2)]
-    first = [s for step in range(3) for rank in two for s in sequences([rank[step]])]
-    then = sequences(read(data, 4, sequences=6, state=two[1][-1].state))
-    assert first + then == straight[: len(first) + len(then)]
-
-
 def test_ranks_together_read_what_one_rank_reads(configs, assert_ranks_share):
     assert_ranks_share(shuffled(configs["jsonl"]), 4)
 
@@ -57,12 +47,6 @@ def test_every_sequence_is_delivered_once_by_the_end_of_the_data(configs, read):
     padding = [s for s in plain if set(s[1]) == {-100} and len(set(s[0])) == 1]
     assert sorted(s for s in mixed if s not in padding) == sorted(s for s in plain if s not in padding)
     assert len(mixed) - len(plain) < 4
-
-
-def test_data_may_end_with_a_block(tmp_path, configs, read):
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{i:063}"}}\n' for i in range(8)))  # 64 tokens with EOS
-    changes = {"path": (str(tmp_path),), "validation_fraction": 0.0, "exhaustion": "stop"}
-    assert len(read(shuffled(configs["jsonl"], 4, **changes), sequences=2)) == 4
 
 
 @pytest.mark.parametrize("exhaustion", ["repeat", "stop"])
@@ -97,15 +81,6 @@ def test_cursors_of_older_checkpoints_resume_in_the_same_order(configs, read):
     then = {"block": 12, "seq_len": 64, "start": start, "index": 1, "done": 4, "handed": 16}
     assert first[3].state == {**facts, "shuffle": then}
     assert sequences(read(data, 3, sequences=4, state={**facts, "shuffle": then})) == sequences(first[4:])
-
-
-def test_document_boundaries_are_kept(configs, read):
-    for batch in read(shuffled(configs["jsonl"]), 20, sequences=4):
-        flat, targets = batch.tokens.flatten().tolist(), batch.targets.flatten().tolist()
-        bounds = batch.cu_seqlens.tolist()
-        assert set(range(0, len(flat) + 1, batch.tokens.shape[1])) <= set(bounds)
-        for first, end in pairwise(bounds):
-            assert all(targets[i] in (-100, flat[i + 1]) for i in range(first, end - 1))
 
 
 def test_validation_is_not_shuffled(configs, read):

@@ -20,7 +20,7 @@ from tercet.config.data import DataConfig
 from tercet.data import commands
 from tercet.data.loader import build_loader
 from tercet.data.prepare import prepare
-from tercet.data.shards import verify
+from tercet.data.shards import verify_shards
 from tercet.data.stream import BadRecordError, DataError, DataUsageError
 
 
@@ -44,19 +44,6 @@ def test_the_shards_do_not_depend_on_the_number_of_workers(source, tmp_path, sma
     one, two = contents(tmp_path / "1"), contents(tmp_path / "2")
     assert one == two
     assert len([name for name in one if name.endswith("tokens.npy")]) > 5
-
-
-def test_exercises_are_not_written_to_shards(source, tmp_path):
-    with pytest.raises(DataUsageError, match="set it when training on them"):
-        prepare(source.model_copy(update={"retrieval": 0.5}), tmp_path / "shards", workers=1)
-
-
-def test_shards_of_another_format_are_rejected(source, tmp_path):
-    prepare(source, tmp_path, workers=1)
-    manifest = tmp_path / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 9'))
-    with pytest.raises(DataUsageError, match="format 9, this version reads 1"):
-        verify(tmp_path)
 
 
 def test_a_token_outside_the_vocabulary_is_named(source, tmp_path):
@@ -107,7 +94,7 @@ def test_an_interrupted_preparation_continues_and_gives_the_same_bytes(source, t
         (broken / "shard-00099.tokens.npy.partial").write_bytes(b"left by a killed process")
     prepare(source, broken, workers=1, shard_tokens=1500)
     assert contents(broken) == contents(straight)
-    verify(broken)
+    verify_shards(broken)
 
 
 def is_running(process: str) -> bool:
@@ -126,7 +113,7 @@ def test_workers_exit_when_a_preparation_is_killed(tmp_path):
         module.prepare(DataConfig(), pathlib.Path(sys.argv[1]), workers=2, shard_tokens=1 << 16)
     """
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (tmp_path / "out" / "shard-00000.json").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
@@ -205,7 +192,7 @@ def test_a_damaged_or_missing_shard_is_named(source, tmp_path, small_chunks, rea
     good = path.read_bytes()
     path.write_bytes(good[:-7] + bytes([good[-7] ^ 1]) + good[-6:])
     with pytest.raises(DataError, match=r"shard-00001.tokens.npy has sha256"):
-        verify(out)
+        verify_shards(out)
     path.write_bytes(good[:-1])
     with pytest.raises(DataError, match=rf"shard-00001.tokens.npy is {len(good) - 1} bytes long"):
         read(data, 1)
@@ -274,13 +261,6 @@ def test_a_folder_with_other_files_is_rejected(source, tmp_path):
     with pytest.raises(DataUsageError, match="contains a, b, c and 1 more, but no shards"):
         prepare(source, out, workers=1)
     assert sorted(p.name for p in out.iterdir()) == ["a", "b", "c", "d"]
-
-
-def test_a_preparation_killed_before_its_first_file_can_restart(source, tmp_path):
-    (tmp_path / "out").mkdir()
-    for name in (".lock", "prepare.json.partial"):
-        (tmp_path / "out" / name).write_text("")
-    assert prepare(source, tmp_path / "out", workers=1)["documents"]
 
 
 def test_a_folder_can_only_be_prepared_by_one_process(source, tmp_path):

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.config.data import DataConfig, SyntheticConfig
-from tercet.data.packing import IGNORE
 from tercet.data.stream import DataError
 from tercet.data.synthetic import make_task
 
@@ -41,21 +40,6 @@ def test_every_answer_appears_once_beyond_min_distance(number, pairs, queries, v
         assert question.start(2) - (fact.end() - 1) > distance
         answers[question.start(2) : question.end(2)] = True
     assert np.array_equal(loss, answers)
-
-
-def test_the_nearest_fact_is_exactly_at_the_minimum_distance():
-    config = SyntheticConfig(task="recall", pairs=4, queries=2, min_distance=70)
-    with pytest.raises(DataError) as error:
-        make_task(config, 60, 256, 0)
-    shortest = int(re.search(r">= (\d+)", str(error.value)).group(1))
-    distances = []
-    for number in range(40):  # at this length every slot holds a fact, the last one too
-        tokens, loss = make_task(config, shortest, 256, 0)(number)
-        last_of_facts = bytes(tokens.tolist()).index(b"?")
-        while tokens[last_of_facts] != ord(";"):
-            last_of_facts -= 1
-        distances.append(int(np.flatnonzero(loss)[0]) - last_of_facts)
-    assert set(distances) == {71}
 
 
 def test_the_copy_equals_the_original_and_is_far_away():
@@ -89,17 +73,6 @@ def test_a_vocabulary_without_the_letters_of_a_task_is_refused():
         make_task(config, 2000, 64, 0)
     with pytest.raises(DataError, match="EOS is 65"):
         make_task(config, 2000, 256, 65)
-
-
-def test_a_document_fills_a_sequence_and_only_answers_are_targets(read):
-    data = DataConfig(
-        source="synthetic", seq_len=256, synthetic={"task": "recall", "min_distance": 128, "pairs": 6, "queries": 3}
-    )
-    for batch in read(data, 3):
-        assert batch.cu_seqlens.tolist() == [0, 256, 512, 768, 1024]
-        assert ((batch.targets != IGNORE).sum(1) == 3 * 2).all()
-        counted = batch.targets[batch.targets != IGNORE]
-        assert ((counted >= ord("0")) & (counted <= ord("9"))).all()
 
 
 def test_random_tokens_are_uniform_without_eos(read):

@@ -10,10 +10,9 @@ import pytest
 
 from tercet.config.data import DataConfig
 from tercet.data import tokenizers
-from tercet.data.prepare import prepare
+from tercet.data.prepare import prepare, train_bpe
 from tercet.data.stream import DataError, DataUsageError
-from tercet.data.tokenizers import LibraryTokenizer, check_round_trip, load_tokenizer
-from tercet.data.train_tokenizer import train_bpe
+from tercet.data.tokenizers import load_tokenizer
 
 TEXT = "def f(x):\n\treturn x ** 2  # naïve – 日本語 🎉 <|endoftext|>\r\n"
 
@@ -60,23 +59,12 @@ def test_a_tokenizer_that_loses_text_is_refused_unless_the_loss_is_accepted(two_
     assert read(data.model_copy(update={"max_lost_text": 1.0}), 1)
 
 
-def test_normalization_is_not_a_loss(small_bpe):
-    from tokenizers import Tokenizer, normalizers
-
-    library = Tokenizer.from_file(str(small_bpe))
-    library.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), normalizers.Strip()])
-    lowercase = LibraryTokenizer(library, "lowercase")
-    text = "  Ｆｕｌｌ Width, ﬁne Éclair\n"
-    assert lowercase.decode(lowercase.encode(text)) == "full width, fine éclair"
-    check_round_trip(lowercase, [text.encode()], 0.0)
-
-
 def test_training_excludes_validation_documents_and_is_repeatable(tmp_path, corpus):
     data = DataConfig(source="text", path=str(corpus["text"]))
     prints = {train_bpe(data, tmp_path / f"{i}.json", vocab_size=290).fingerprint for i in range(2)}
     assert len(prints) == 1
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"zq{i}zq"}) + "\n" for i in range(300)))
-    from tercet.data.train_tokenizer import _texts
+    from tercet.data.prepare import _texts
 
     fraction = DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl"), validation_fraction=0.3)
     seen = set(_texts(fraction, 1 << 20, 0))
@@ -129,14 +117,14 @@ def test_a_missing_tokenizer_is_a_clear_error(tmp_path, monkeypatch):
     def offline(model, name):
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr("tercet.data.hub.fetch_model_file", offline)
+    monkeypatch.setattr("tercet.data.tokenizers.fetch_model_file", offline)
     with pytest.raises(DataError, match=r"gpt2 is not a local file and cannot be fetched .*not known.*train-tokenizer"):
         load_tokenizer("gpt2")
     (tmp_path / "corpus").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"tokenizer=corpus: this local folder has no tokenizer\.json"):
         load_tokenizer("corpus")
-    monkeypatch.setattr("tercet.data.hub.fetch_model_file", lambda model, name: str(tmp_path / name))
+    monkeypatch.setattr("tercet.data.tokenizers.fetch_model_file", lambda model, name: str(tmp_path / name))
     with pytest.raises(DataError, match=r"tokenizer=gpt2: .* is not a readable tokenizer\.json"):
         load_tokenizer("gpt2")
 

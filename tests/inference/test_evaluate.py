@@ -21,9 +21,8 @@ from tercet import terminal
 from tercet.cli import main
 from tercet.config.data import DataConfig
 from tercet.config.load import write_config
-from tercet.data.prepare import prepare
+from tercet.data.prepare import prepare, train_bpe
 from tercet.data.tokenizers import ByteTokenizer, LibraryTokenizer, text_bytes
-from tercet.data.train_tokenizer import train_bpe
 from tercet.errors import TercetError
 from tercet.inference.load import load_model
 from tercet.inference.needle import default_lengths, find_needles

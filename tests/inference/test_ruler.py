@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from inference.models import language_model, trained
 from tercet.cli import main
-from tercet.data.retrieval import HELD_OUT_WORDINGS, HELD_OUT_WORDS, TRAINING_WORDS
+from tercet.data.exercises import HELD_OUT_WORDINGS, HELD_OUT_WORDS, TRAINING_WORDS
 from tercet.data.tokenizers import load_tokenizer
 from tercet.inference.ruler import SINGLE, TASKS, QuestionWriter, RulerResult, ask
 
@@ -157,7 +157,7 @@ def test_frequent_words_fall_off_with_the_square_of_their_rank(writer):
 
 def test_other_tokenizers_score_exactly_the_answers(model, tmp_path):
     from tercet.config.data import DataConfig
-    from tercet.data.train_tokenizer import train_bpe
+    from tercet.data.prepare import train_bpe
 
     (tmp_path / "corpus.txt").write_text("\n".join(text for pair in HELD_OUT_WORDINGS.pairs for text in pair) * 99)
     train_bpe(DataConfig(source="text", path=str(tmp_path)), tmp_path / "tokenizer.json", vocab_size=350)

@@ -18,8 +18,8 @@ import tercet.interop.huggingface  # registers
 from inference.models import AS_M7C, language_model, trained
 from tercet import cli
 from tercet.config.data import DataConfig
+from tercet.data.prepare import train_bpe
 from tercet.data.tokenizers import LibraryTokenizer
-from tercet.data.train_tokenizer import train_bpe
 from tercet.errors import TercetError
 from tercet.interop.huggingface import TercetForCausalLM
 from tercet.interop.huggingface.export import as_transformers_model, export

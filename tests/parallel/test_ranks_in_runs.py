@@ -30,7 +30,7 @@ from parallel.world import (
 from runs import SMALL, losses, rows, tensors
 from tercet.cli import main
 from tercet.config.load import ConfigError, load
-from tercet.data import loader, prefetch
+from tercet.data import loader, stream
 from tercet.data.stream import DataError
 from tercet.report.read import read_run
 from tercet.report.record import record_gaps
@@ -133,7 +133,7 @@ def train_with_broken_data() -> int:
                 threading.Event().wait()
             yield batch
 
-    prefetch.POLL_SECONDS = prefetch.GRACE_SECONDS = prefetch.CLOSE_SECONDS = 0.1
+    stream.POLL_SECONDS = stream.GRACE_SECONDS = stream.CLOSE_SECONDS = 0.1
     if os.environ["RANK"] == "1":
         loader.pack = broken
     sys.argv = ["tercet", *arguments]

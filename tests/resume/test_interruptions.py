@@ -25,7 +25,7 @@ from parallel.world import TorchrunRun, flags
 from runs import SMALL, events_of, losses, newest
 from tercet import atomic_io
 from tercet.config.load import to_toml
-from tercet.data import loader, records
+from tercet.data import files, loader
 from tercet.data.stream import BadRecordError, DataError
 from tercet.doctor import machine
 from tercet.errors import TercetError
@@ -181,9 +181,9 @@ def test_a_signal_works_while_the_loader_hangs(tmp_path: Path, monkeypatch: pyte
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("tercet.data.prefetch.POLL_SECONDS", 0.05)
-    monkeypatch.setattr("tercet.data.prefetch.GRACE_SECONDS", 0.1)
-    monkeypatch.setattr("tercet.data.prefetch.CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("tercet.data.stream.POLL_SECONDS", 0.05)
+    monkeypatch.setattr("tercet.data.stream.GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("tercet.data.stream.CLOSE_SECONDS", 0.1)
     with monkeypatch.context() as patch:
         patch.setattr(loader, "pack", hanging)
         threading.Thread(target=interrupt, daemon=True).start()
@@ -318,7 +318,7 @@ def test_a_repaired_record_is_accepted_on_resume(tmp_path: Path) -> None:
 
 
 def test_retries_of_io_errors_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, true, failures = tmp_path / "data.jsonl", records.open_binary, iter([OSError(5, "Input/output error")])
+    data, true, failures = tmp_path / "data.jsonl", files.open_binary, iter([OSError(5, "Input/output error")])
 
     def fail_once(path: Path) -> IO[bytes]:
         for error in failures:
@@ -326,7 +326,7 @@ def test_retries_of_io_errors_are_logged(tmp_path: Path, monkeypatch: pytest.Mon
         return true(path)
 
     monkeypatch.setattr("tercet.data.files.RETRY_SECONDS", (0.01,))
-    monkeypatch.setattr(records, "open_binary", fail_once)
+    monkeypatch.setattr(files, "open_binary", fail_once)
     data.write_text(json.dumps({"text": "word " * 400}))
     config = {"data__source": "jsonl", "data__path": [str(data)], "data__validation_fraction": 0.0, "train__steps": 1}
     assert train_small(tmp_path / "run", **config) == 0

@@ -14,8 +14,8 @@ from runs import SMALL, losses
 from tercet.cli import main
 from tercet.config.data import DataConfig
 from tercet.config.load import load, write_config
+from tercet.data.prepare import train_bpe
 from tercet.data.stream import DataUsageError
-from tercet.data.train_tokenizer import train_bpe
 from tercet.train.manifest import CheckpointError, complete_checkpoints
 
 TEXT = "sparse attention reads few blocks"

@@ -16,9 +16,8 @@ from torch.nn import functional as F
 from runs import losses, small, train_small
 from tercet.config.data import DataConfig
 from tercet.config.load import load
-from tercet.data import text
 from tercet.data.prepare import prepare
-from tercet.data.stream import DataError
+from tercet.data.stream import DataError, document_hash
 from tercet.data.tokenizers import load_tokenizer
 from tercet.errors import TercetError, UsageError
 from tercet.model.transformer import Transformer
@@ -112,14 +111,14 @@ def test_both_suggested_fixes_train(few: Path, tmp_path: Path) -> None:
 
 
 def test_checking_validation_data_reads_few_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, true = 0, text.document_hash
+    read, true = 0, document_hash
 
     def counting(document: bytes) -> int:
         nonlocal read
         read += 1
         return true(document)
 
-    monkeypatch.setattr(text, "document_hash", counting)
+    monkeypatch.setattr("tercet.data.sources.document_hash", counting)
     path = corpus(tmp_path / "many.jsonl", 20_000)
     config = small(data__source="jsonl", data__path=(str(path),), **VALIDATES)
     check_validation_data(config, load_tokenizer("byte"))

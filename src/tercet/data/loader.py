@@ -26,9 +26,8 @@ from tercet.data.packing import (
     pack,
     pack_shuffled,
 )
-from tercet.data.prefetch import Prefetcher
 from tercet.data.sources import open_stream
-from tercet.data.stream import DataError, DataUsageError, DocumentStream, Split
+from tercet.data.stream import DataError, DataUsageError, DocumentStream, Prefetcher, Split
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.parse import one_line_errors
 

@@ -17,8 +17,7 @@ import numpy as np
 
 from tercet.config.data import bytes_per_token
 from tercet.config.keys import flatten_table
-from tercet.data.order import permutation
-from tercet.data.stream import Cursor, DataError, Document, DocumentStream, counts_of
+from tercet.data.stream import Cursor, DataError, Document, DocumentStream, counts_of, permutation
 
 IGNORE = -100  # target that does not count in the loss
 FORMAT = 1
@@ -282,10 +281,21 @@ def _shuffled_sequences(
 ) -> PackedBatches:
     """Batches of one sequence."""
     identity = stream.identity  # once: for files it stats every file
-    start, index, done, handed = _resume_point(identity, state)
+    start, index, done, handed = state, 0, 0, 0  # the packing state at the block's start, its number, delivered from it
+    if state is not None:
+        check_identity(state, identity)
+        if shuffle := state.get("shuffle"):
+            start, index, done, handed = (shuffle[name] for name in ("start", "index", "done", "handed"))
+        else:  # saved without shuffling: a block starts at its cursor
+            handed = state["sequences"]
     end = None if limit is None else handed + limit
+
+    def block_size() -> int:
+        """Sequences of the next block: fewer before the end of a stage, 0 at it."""
+        return block if end is None else max(0, min(block, end - handed))
+
     # The block that the state is in keeps its size, even if the limit has changed since.
-    size = state["shuffle"].get("size", block) if state is not None and done else _block_size(block, handed, end)
+    size = state["shuffle"].get("size", block) if state is not None and done else block_size()
     packer = _Packer(stream, packing, start)
     try:
         while size and not packer.ended:
@@ -310,28 +320,10 @@ def _shuffled_sequences(
                 stats = packed.ends[numbers[position]].stats(handed)
                 yield _sequence(packed, numbers[order[position]], packing.seq_len, after, stats)
             start, index, done = packed.state, index + 1, 0
-            size = _block_size(block, handed, end)
+            size = block_size()
             del packed  # free it before the next block is packed
     finally:
         packer.close()
-
-
-def _block_size(block: int, handed: int, end: int | None) -> int:
-    """Sequences of the next block: fewer before the end of a stage, 0 at it."""
-    return block if end is None else max(0, min(block, end - handed))
-
-
-def _resume_point(
-    identity: dict[str, Any], state: dict[str, Any] | None
-) -> tuple[dict[str, Any] | None, int, int, int]:
-    """(packing state at the block's start, block number, sequences delivered from it, sequences delivered in all)."""
-    if state is None:
-        return None, 0, 0, 0
-    check_identity(state, identity)
-    shuffle = state.get("shuffle")
-    if shuffle is None:  # saved without shuffling: a block starts at its cursor
-        return state, 0, 0, state["sequences"]
-    return shuffle["start"], shuffle["index"], shuffle["done"], shuffle["handed"]
 
 
 def check_block(state: dict[str, Any], block: int, seq_len: int) -> None:

@@ -1,4 +1,4 @@
-"""`tercet data prepare`: tokenize a text source once into a folder of shards.
+"""`tercet data prepare`: tokenize a text source once into a folder of shards; and `tercet data train-tokenizer`.
 
 This process reads records in order, worker processes tokenize them, and this process writes. The shards are therefore
 byte-identical for any number of workers and after any interruption: each finished shard stores the position of the next
@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -19,26 +20,27 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tercet.atomic_io import check_writable_folder
+from tercet.atomic_io import check_writable, check_writable_folder
 from tercet.config.data import DataConfig
 from tercet.config.keys import flatten_table
-from tercet.data.records import Record
+from tercet.data.files import Record, pieces
 from tercet.data.shards import DOCUMENT, FORMAT, MANIFEST, read_json, read_manifest, write_json, write_shard
-from tercet.data.sources import record_source
-from tercet.data.stream import DataError, DataUsageError
-from tercet.data.text import (
+from tercet.data.sources import (
     BAD_RECORDS_KEPT,
     RecordBlock,
     RecordIterator,
+    ValidationSplit,
     encode_records,
     encoding_facts,
     read_block,
     record_hash,
+    record_source,
 )
+from tercet.data.stream import BadRecordError, DataError, DataUsageError
 from tercet.data.tokenizers import CHECKED_DOCUMENTS, LibraryTokenizer, Tokenizer, check_round_trip, load_tokenizer
 from tercet.errors import first_few
 
@@ -49,17 +51,18 @@ MAX_IN_FLIGHT = 128 << 20  # text of all work items
 PREPARABLE = ("python-source", "text", "jsonl", "parquet", "fineweb-edu")
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """What is on disk after a shard is written."""
 
-    shards: int
     documents: int
     tokens: int
     skipped: int
     left_out: int
+    shards: int
     seconds: float
 
+
+COUNTED = ("documents", "tokens", "skipped", "left_out")  # summed over the shards
 
 # Tokens of each document, which of them count in the loss (None: all), and its hash.
 Encoded = list[tuple[np.ndarray, np.ndarray | None, int]]
@@ -101,13 +104,16 @@ def prepare(
     _check_arguments(data, workers, shard_tokens)
     workers = workers or os.cpu_count() or 1
     tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
-    records = record_source(data, seed=0, shuffle=False, tokenizer=tokenizer)
+    records = record_source(data, None, tokenizer)
     _make_folder(out)
     with _lock(out):
         fields = {"text_field": data.text_field, "prompt_field": data.prompt_field, "separator": data.separator}
         plan = {
             "format": FORMAT,
-            "tokenizer": _describe(tokenizer),
+            "tokenizer": {
+                **{name: getattr(tokenizer, name) for name in ("name", "fingerprint", "vocab_size", "eos_id")},
+                "dtype": tokenizer.dtype.str,
+            },
             "source": {"source": data.source, **records.identity(), **fields, **encoding_facts(data, tokenizer)},
             "bad_records": data.bad_records,
             "shard_tokens": shard_tokens,
@@ -142,14 +148,8 @@ def prepare(
             bad = [message for entry in entries for message in entry["bad_records"]]
             skipped = f" ({counts.skipped:,} bad records skipped, the first: {bad[0]})" if bad else ""
             raise DataError(f"source={data.source} has no documents{skipped}: there is nothing to prepare")
-        manifest = {
-            **plan,
-            "documents": counts.documents,
-            "tokens": counts.tokens,
-            "skipped": counts.skipped,
-            "left_out": counts.left_out,
-            "shards": [{k: v for k, v in entry.items() if k != "place"} for entry in entries],
-        }
+        shards = [{k: v for k, v in entry.items() if k != "place"} for entry in entries]
+        manifest = {**plan, **{name: getattr(counts, name) for name in COUNTED}, "shards": shards}
         write_json(out / MANIFEST, manifest)
         if report:
             report(counts)
@@ -203,7 +203,7 @@ def _tokenize(
     waiting = 0  # bytes of text in flight: a chunk may be one long document
     try:
         for chunk in chunks:
-            in_flight.append((chunk, pool.submit(_encode_in_worker, chunk.records, data.special_tokens)))
+            in_flight.append((chunk, pool.submit(_encode, None, chunk.records, data.special_tokens)))
             waiting += chunk.size
             while len(in_flight) > 3 * workers or (waiting > MAX_IN_FLIGHT and in_flight):
                 first, future = in_flight.popleft()
@@ -240,12 +240,10 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
-def _encode_in_worker(records: list[Record], specials: bool) -> Encoded:
-    assert _worker_tokenizer is not None
-    return _encode(_worker_tokenizer, records, specials)
-
-
-def _encode(tokenizer: Tokenizer, records: list[Record], specials: bool) -> Encoded:
+def _encode(tokenizer: Tokenizer | None, records: list[Record], specials: bool) -> Encoded:
+    """tokenizer: None in a worker process, which has its own."""
+    tokenizer = tokenizer or _worker_tokenizer
+    assert tokenizer is not None
     encoded = encode_records(tokenizer, records, specials)
     return [(*document, record_hash(record)) for document, record in zip(encoded, records, strict=True)]
 
@@ -253,19 +251,9 @@ def _encode(tokenizer: Tokenizer, records: list[Record], specials: bool) -> Enco
 def _chunks(source: RecordIterator, tokenizer: Tokenizer, *, skip_bad: bool) -> Iterator[RecordBlock]:
     last = False
     while not last:
-        chunk = read_block(source, tokenizer, count=None, size=CHUNK_BYTES, skip_bad=skip_bad)
+        chunk = read_block(source, tokenizer, None, CHUNK_BYTES, skip_bad=skip_bad)
         yield chunk
         last = chunk.last
-
-
-def _describe(tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        "name": tokenizer.name,
-        "fingerprint": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        "eos_id": tokenizer.eos_id,
-        "dtype": tokenizer.dtype.str,
-    }
 
 
 def _make_folder(out: Path) -> None:
@@ -320,5 +308,74 @@ def _finished_shards(out: Path) -> list[dict[str, Any]]:
 
 
 def _progress(entries: list[dict[str, Any]], seconds: float) -> Progress:
-    sums = {n: sum(entry[n] for entry in entries) for n in ("documents", "tokens", "skipped", "left_out")}
+    sums = {name: sum(entry[name] for entry in entries) for name in COUNTED}
     return Progress(shards=len(entries), seconds=seconds, **sums)
+
+
+EOS = "<|endoftext|>"
+MIN_VOCAB = 256 + 1  # all bytes and EOS
+
+
+def train_bpe(
+    data: DataConfig, out: Path, *, vocab_size: int, max_bytes: int = 1 << 30, seed: int = 0, force: bool = False
+) -> LibraryTokenizer:
+    """Write a tokenizer.json with `vocab_size` tokens, including EOS (`<|endoftext|>`, token 0) and all 256 bytes.
+
+    Reads at most `max_bytes` of text, in an order given by `seed`, without validation documents. Overwrites an
+    existing file, which models may depend on, only with `force`.
+    """
+    if out.exists() and not force:
+        raise DataUsageError(f"out={out} exists: choose another file, or overwrite it with --force")
+    if data.source in ("synthetic", "shards", "mixture"):
+        raise DataUsageError(
+            f"source={data.source} has no text to train a tokenizer on: "
+            "use python-source, text, jsonl, parquet or fineweb-edu"
+        )
+    if vocab_size < MIN_VOCAB:
+        raise DataUsageError(f"vocab_size={vocab_size} is below {MIN_VOCAB}: it must cover all 256 bytes and EOS")
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise DataError("training needs the tokenizers library: pip install 'tercet[data]'") from error
+    check_writable("--out", out)
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    library.train_from_iterator(_texts(data, max_bytes, seed), trainer)
+    if library.get_vocab_size() < vocab_size:
+        raise DataUsageError(
+            f"vocab_size={vocab_size} is too large for this text, which gives {library.get_vocab_size()} tokens: "
+            "ask for that many, or give more text"
+        )
+    tokenizer = LibraryTokenizer(library, str(out), EOS)
+    try:
+        tokenizer.save(out)
+    except OSError as error:
+        raise DataError(f"out={out} cannot be written ({error}): choose another file") from error
+    return tokenizer
+
+
+def _texts(data: DataConfig, max_bytes: int, seed: int) -> Iterator[str]:
+    source, size = record_source(data, seed), 0
+    bad, first = 0, ""
+    split = ValidationSplit(source, data.validation_fraction)
+    for record in source.open(0, None):
+        if isinstance(record, BadRecordError):
+            if data.bad_records == "error":
+                raise record
+            bad, first = bad + 1, first or record.summary
+            continue
+        if record.text and (part := split.part(record, "train")) is not None:
+            size += len(part.text)
+            for piece in pieces(part.text, 1 << 20):  # the library takes about 100 times their memory
+                yield piece.decode()
+            if size >= max_bytes:
+                return
+    if bad and not size:
+        raise DataUsageError(f"no text is left to train a tokenizer on: {bad:,} bad records, the first: {first}")

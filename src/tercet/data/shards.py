@@ -24,8 +24,18 @@ from pydantic import BaseModel, Field
 
 from tercet import atomic_io, parse
 from tercet.data.files import FileSet
-from tercet.data.order import HeldOutEnd, in_validation, permutation
-from tercet.data.stream import Cursor, DataError, DataUsageError, Document, DocumentGenerator, ReadOptions, SourceNotes
+from tercet.data.stream import (
+    Cursor,
+    DataError,
+    DataUsageError,
+    Document,
+    DocumentGenerator,
+    HeldOutEnd,
+    ReadOptions,
+    SourceNotes,
+    in_validation,
+    permutation,
+)
 from tercet.data.tokenizers import LibraryTokenizer, Tokenizer
 from tercet.parse import describe, one_line_errors
 
@@ -126,13 +136,8 @@ class ShardStream:
             order = permutation(count, self._options.seed, epoch) if self._options.data.shuffle else np.arange(count)
             for begin in range(at, count, 1024):  # lists of Python integers: indexing numpy scalars is slow
                 indices = order[begin : begin + 1024]
-                spans = zip(
-                    self._shard[indices].tolist(),
-                    self._start[indices].tolist(),
-                    self._end[indices].tolist(),
-                    strict=True,
-                )
-                for at, (shard, start, end) in enumerate(spans, start=begin + 1):
+                columns = (column[indices].tolist() for column in (self._shard, self._start, self._end))
+                for at, (shard, start, end) in enumerate(zip(*columns, strict=True), start=begin + 1):
                     delivered += 1
                     after = {"epoch": epoch, "documents": delivered, "skipped": 0, "left_out": 0, "at": at}
                     if at == count:
@@ -168,7 +173,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify(folder: Path) -> dict[str, Any]:
+def verify_shards(folder: Path) -> dict[str, Any]:
     """Check every file against its checksum; returns the manifest."""
     manifest = read_manifest(folder)
     for entry in manifest["shards"]:

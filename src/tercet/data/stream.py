@@ -1,13 +1,21 @@
-"""Document streams: the interface that every data source implements, its cursor, and the errors of this package.
+"""Document streams: the interface that every source implements, errors, random orders, and background reading.
 
 A stream is an iterator of documents that can be reopened after any document, from that document's cursor.
+
+Orders and the validation split are pure functions of integers. There is no generator state to save, and results do not
+depend on the numpy version: numpy may change the streams of its own generators, and a run resumed after an upgrade
+would read its documents in a different order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+import hashlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -136,3 +144,203 @@ class BadValueError(Exception):
 def first_line(error: BaseException) -> str:
     """The first line of a library's error message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+SHORTEST_HELD_OUT = 16  # bytes, or tokens of shards, that are worth holding out
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mix(value: np.ndarray) -> np.ndarray:
+    """The splitmix64 finaliser, a bijection on uint64 with random-looking output."""
+    value = value ^ (value >> np.uint64(30))
+    value = value * np.uint64(0xBF58476D1CE4E5B9)
+    value = value ^ (value >> np.uint64(27))
+    value = value * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def key(*parts: int) -> int:
+    """Combine integers (a seed, an epoch, a block number, ...) into one 64-bit key."""
+    state = 0
+    for part in parts:  # `mix` on Python integers: ten times faster than numpy for a single number
+        state = (state + part + _GOLDEN) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def random_u64(stream: int, count: int) -> np.ndarray:
+    """`count` pseudo-random uint64 (splitmix64) that depend only on `stream`, a `key`."""
+    steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return mix(steps + np.uint64(stream))
+
+
+def random_below(stream: int, count: int, bound: int) -> np.ndarray:
+    """`count` int64 in [0, bound), bound < 2**31; uniform up to a bias below bound / 2**32."""
+    halves = random_u64(stream, (count + 1) // 2).view(np.uint32)[:count]
+    return ((halves.astype(np.uint64) * np.uint64(bound)) >> np.uint64(32)).view(np.int64)
+
+
+def permutation(count: int, *parts: int) -> np.ndarray:
+    """A permutation of range(count) (int64) that depends only on `parts`."""
+    return np.argsort(random_u64(key(*parts), count), kind="stable")
+
+
+def document_hash(data: bytes) -> int:
+    """64 bits of the SHA-256 of a document's UTF-8 text; decides its split."""
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
+
+
+def in_validation(hashes: np.ndarray, fraction: float) -> np.ndarray:
+    """Which documents belong to validation: those with hashes in the lowest `fraction` of the range."""
+    return hashes < np.uint64(validation_threshold(fraction))
+
+
+def validation_threshold(fraction: float) -> int:
+    return min(int(fraction * 2.0**64), _MASK)
+
+
+@dataclass(frozen=True)
+class HeldOutEnd:
+    """The end of a text, which is for validation where whole documents are too few."""
+
+    documents: int
+    fraction: float
+    total: int
+    unit: str  # of total and size: bytes, or tokens of shards
+
+    @property
+    def size(self) -> int:
+        return int(self.fraction * self.total)
+
+    @property
+    def too_short(self) -> str:
+        """Why it is not held out after all, for the error that a split has no document."""
+        if self.size >= SHORTEST_HELD_OUT:
+            return ""
+        return (
+            f" (the last {self.size} of {self.total:,} {self.unit} would be held out instead, but that is below the "
+            f"minimum of {SHORTEST_HELD_OUT})"
+        )
+
+    def __str__(self) -> str:
+        few = f"{self.documents} documents are" if self.documents > 1 else "1 document is"
+        return (
+            f"{few} too few to hold out whole ones at validation_fraction={self.fraction:g}: validation reads the "
+            f"last {self.size:,} of {self.total:,} {self.unit} instead"
+        )
+
+
+T = TypeVar("T")
+CLOSE_SECONDS = 5.0
+POLL_SECONDS = 0.5
+# Grace period after a stop request: a source that is merely slow can still deliver the batch of the current step.
+GRACE_SECONDS = 2.0
+
+
+class _End:
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+class Prefetcher(Generic[T]):
+    """Keeps up to `depth` items of `source` ready. Errors in the source are raised when the item is requested.
+
+    A thread rather than a process: the work is numpy copies, file reads and a tokenizer that releases the interpreter
+    lock, and a process would have to send every batch through a pipe.
+    """
+
+    def __init__(self, source: Generator[T, None, None], depth: int, stop: Callable[[], bool] = lambda: False) -> None:
+        """`stop` is polled while waiting: once it returns True, StoppedWaiting is raised after a grace period.
+
+        depth: 0 to read in the calling thread, where `stop` is not polled.
+        """
+        self.wait_seconds = 0.0
+        self._direct = source if depth == 0 else None
+        self._stop_requested = stop
+        self._queue: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
+        self._stop = threading.Event()
+        self._end: _End | None = None
+        if depth == 0:
+            return
+        # The thread holds no reference to self, so that an unused Prefetcher is garbage-collected and stops its thread.
+        self._thread = threading.Thread(
+            target=_run, args=(source, self._queue, self._stop), name="tercet-data", daemon=True
+        )
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._end is None:
+            begin = time.perf_counter()
+            try:
+                item = self._get()
+            finally:
+                self.wait_seconds += time.perf_counter() - begin
+            if not isinstance(item, _End):
+                return item
+            self._end = item
+        if self._end.error is not None:
+            raise self._end.error
+        raise StopIteration
+
+    def _get(self) -> T | _End:
+        if self._direct is not None:
+            return next(self._direct, _End(None))
+        deadline: float | None = None
+        while True:
+            try:
+                return self._queue.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                if not self._stop_requested():
+                    continue
+            now = time.monotonic()
+            if deadline is None:
+                deadline = now + GRACE_SECONDS
+            if now >= deadline:
+                raise StoppedWaiting
+
+    def close(self) -> None:
+        """Stop the thread and wait briefly for it: it may hang in a network read, and is a daemon. Iteration ends."""
+        if self._direct is not None:
+            self._direct.close()
+            return
+        self._stop.set()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        if self._end is None:
+            self._end = _End(None)
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            try:
+                self._queue.get(timeout=0.02)
+            except queue.Empty:
+                self._thread.join(timeout=0.02)
+
+    def __del__(self) -> None:
+        self._stop.set()
+
+
+def _run(source: Generator[Any, None, None], ready: queue.Queue[Any], stop: threading.Event) -> None:
+    end = _End(None)
+    try:
+        for item in source:
+            if not _put(ready, item, stop):
+                break
+    except BaseException as error:  # re-raised in the reader
+        end = _End(error)
+    finally:
+        source.close()
+        _put(ready, end, stop)
+
+
+def _put(ready: queue.Queue[Any], item: Any, stop: threading.Event) -> bool:
+    while not stop.is_set():
+        try:
+            ready.put(item, timeout=0.1)
+            return True
+        except queue.Full:
+            continue
+    return False

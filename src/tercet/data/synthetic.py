@@ -17,8 +17,19 @@ from typing import Any
 import numpy as np
 
 from tercet.config.data import SyntheticConfig
-from tercet.data.order import in_validation, key, mix, random_below, random_u64
-from tercet.data.stream import Cursor, DataUsageError, Document, DocumentGenerator, ReadOptions, SourceNotes
+from tercet.data.stream import (
+    Cursor,
+    DataUsageError,
+    Document,
+    DocumentGenerator,
+    ReadOptions,
+    SourceNotes,
+    in_validation,
+    key,
+    mix,
+    random_below,
+    random_u64,
+)
 from tercet.data.tokenizers import Tokenizer, smallest_dtype
 
 KEYS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", dtype=np.uint8)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
-from tercet.data.chat import ChatError
-from tercet.data.tokenizers import LibraryTokenizer, Tokenizer
+from tercet.data.tokenizers import ChatError, LibraryTokenizer, Tokenizer
 from tercet.errors import UsageError
 
 if TYPE_CHECKING:

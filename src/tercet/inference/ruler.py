@@ -4,7 +4,7 @@ A question is a text of at most `length` tokens that ends with the answers. One 
 is right if it is the model's most likely one given the correct text before it. For a single answer this equals greedy
 decoding; of several answers, each is judged after the correct previous ones.
 
-Keys, values and wordings are held out from training (tercet.data.retrieval).
+Keys, values and wordings are held out from training (tercet.data.exercises).
 """
 
 from __future__ import annotations
@@ -21,8 +21,18 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
-from tercet.data.exercises import distinct, ends_line, insert, line_starts, list_text
-from tercet.data.retrieval import HELD_OUT_WORDINGS, HELD_OUT_WORDS, TRAINING_WORDINGS, Draws, Pair
+from tercet.data.exercises import (
+    HELD_OUT_WORDINGS,
+    HELD_OUT_WORDS,
+    TRAINING_WORDINGS,
+    Draws,
+    Pair,
+    distinct,
+    ends_line,
+    insert,
+    line_starts,
+    list_text,
+)
 from tercet.errors import UsageError
 from tercet.inference.arguments import RulerTask
 from tercet.inference.load import LanguageModel
