@@ -24,7 +24,7 @@ train)
         --data.source shards --data.path "$3" --data.tokenizer byte --data.shuffle_sequences 256 --data.retrieval 0.3 \
         --model.rope_theta 500000 --model.rope_max_wavelength 8192 --train.stages 8192:1700 32768:300 65536:500 \
         --train.lr 1e-3 --train.warmup_steps 100 --train.weight_decay 0.1 --train.val_tokens 1048576 \
-        --train.val_every 650 --checkpoint.every 1300 --checkpoint.keep 0 --health.memory_every 0 "${@:5}" &
+        --train.val_every 650 --checkpoint.every 1300 --checkpoint.keep 0 "${@:5}" &
     if [ -n "${STOP:-}" ]; then # a stage's last step is saved
         reached=$4/$2/checkpoints/step-$(printf %08d "$STOP")
         while kill -0 $! 2>/dev/null && [ ! -e "$reached" ]; do sleep 0.5; done

@@ -91,7 +91,7 @@ def test_an_exported_model_computes_what_it_computed_in_tercet(family: str, tmp_
 
 
 def test_settings_are_saved_with_the_model(sparse, tmp_path):
-    use_block_sparse(sparse, replace(NSA, select_count=4), dense_below=35)
+    use_block_sparse(sparse, replace(NSA, select_count=4), dense_below=35, exact_groups=[[1], [], [0]])
     sparse.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="tercet")
     assert again.config.tercet == sparse.config.tercet
@@ -137,10 +137,10 @@ def test_a_batch_of_nothing_but_padding_is_finite(sparse):
     assert all(x.isfinite().all() for x in (logits, *gradients.values()))
 
 
-@pytest.mark.parametrize("dense_below", [0, 40])
+@pytest.mark.parametrize("options", [{}, {"dense_below": 40}, {"exact_groups": [[0], [], [0, 1]]}])
 @pytest.mark.parametrize(("padded", "given_positions"), [(False, False), (True, False), (True, True)])
-def test_tokens_after_a_cache_equal_whole_sequences(sparse, dense_below: int, padded: bool, given_positions: bool):
-    use_block_sparse(sparse, NSA, dense_below=dense_below)
+def test_tokens_after_a_cache_equal_whole_sequences(sparse, options: dict, padded: bool, given_positions: bool):
+    use_block_sparse(sparse, NSA, **options)
     tokens, mask = some_tokens(2, 80), torch.ones(2, 80, dtype=torch.long)
     if padded:
         mask[1, :17] = 0  # longer than the first chunk
@@ -300,6 +300,8 @@ def test_models_that_cannot_are_refused(config, words: str):
         ({"selector": "learned"}, "tercet.selector='learned' .*use_block_sparse"),
         ({"gate": "sigmoid"}, "tercet.attention='nsa' .*gate=none"),
         ({"attention": "window"}, "tercet.attention='window'"),
+        ({"exact_groups": [[0], [1]]}, "exact_groups names 2 layers but layers=3"),
+        ({"exact_groups": [[0], [1], [2]]}, "layer 2: exact_groups=2: expected of the KV heads 0 … 1"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(sparse, settings: dict[str, object], words: str):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -150,6 +152,33 @@ def test_own_queries_and_keys_choose_as_the_oracle_says(case: Case, per_group: b
     torch.testing.assert_close(out.double(), torch.from_numpy(answer.out), rtol=1e-10, atol=1e-10)
 
 
+@settings(max_examples=20)
+@given(case=cases(), seed=st.integers(0, 99))
+@example(case=Case(config(), inputs(config(), 60, documents=OWN_BOUNDS), OWN_BOUNDS), seed=1)
+def test_groups_that_are_not_exact_choose_by_means_of_blocks(case: Case, seed: int, backend: str):
+    groups, size = case.x.ks.shape[2], case.cfg.select_block
+    exact = tuple(g for g in range(groups) if seed >> g & 1)
+    out, aux = attend(case, backend, return_aux=True, scorer="own", exact_groups=exact)
+    arrays = [x.double().numpy() for x in (case.x.q, case.x.ks, case.x.vs)]
+    by_means = replace(case.cfg, compress_block=size, compress_stride=size)
+    answer = oracle.block_sparse(*arrays, by_means, 0, cu(case.documents), aux.block_indices.numpy())
+    own = oracle.own_selections(*arrays[:2], case.cfg, None, cu(case.documents))
+    answer.selections |= {key: choice for key, choice in own.items() if key[2] in exact}
+    assert wrong_sets(answer, aux.block_indices, 1e-9) == []
+    torch.testing.assert_close(out.double(), torch.from_numpy(answer.out), rtol=1e-10, atol=1e-10)
+
+
+def test_all_or_no_exact_groups_are_one_scorer_for_all(backend: str):
+    cfg = config()
+    case = Case(cfg, inputs(cfg, 100, documents=BOUNDS), BOUNDS)
+    by_means = replace(cfg, compress_block=cfg.select_block, compress_stride=cfg.select_block)
+    for exact, same in (
+        ((0, 1), attend(case, backend, scorer="own")),
+        ((), attend(Case(by_means, case.x, BOUNDS), backend, scorer="compressed")),
+    ):
+        assert torch.equal(attend(case, backend, scorer="own", exact_groups=exact), same)
+
+
 def test_own_scores_hold_their_order_at_every_magnitude_and_ties_take_the_lowest_index(backend: str):
     cfg = config()  # blocks of 4; in the last one of 15 the forced blocks are 0, 13 and 14
 
@@ -176,6 +205,9 @@ def test_wrong_scorers_and_channels_are_named(backend: str):
     case = Case(config(), inputs(config(), 30), None)
     for options, said in (
         ({"scorer": "best"}, "scorer='best' is unknown"),
+        ({"exact_groups": (0,)}, "exact_groups=0 needs selector=own"),
+        ({"scorer": "own", "exact_groups": (1, 2)}, "exact_groups=1,2: expected of the KV heads 0 … 1"),
+        ({"scorer": "own", "exact_groups": (1, 1)}, "at most once"),
         ({"score_channels": torch.arange(2)}, 'use scorer="own"'),
         ({"scorer": "own", "score_channels": torch.tensor([8])}, "channels 0 … 7"),
         ({"scorer": "own", "score_channels": torch.arange(2).int()}, "expected int64"),

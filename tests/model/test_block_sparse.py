@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,8 @@ import layer_oracle
 import oracle
 import tercet
 from cases import cu
-from tercet.config.load import load
+from tercet.config.flags import key_options, read_arguments
+from tercet.config.load import load, to_toml
 from tercet.model.config import ModelConfig
 from tercet.model.transformer import Transformer
 
@@ -119,13 +122,25 @@ def test_a_model_trains_and_its_gradients_survive_checkpointing():
     grads = []
     for mode in (None, "full", "selective"):
         torch.manual_seed(0)
-        model = make_model(dense_below=25, layers=3)
+        model = make_model(dense_below=25, layers=3, selector="own", exact_groups=[[0, 1], [1], []])
         if mode:
             apply_activation_checkpointing(model.blocks, mode)
         model(tokens, cu_seqlens=cu(DOCUMENTS), targets=tokens).total.backward()
         grads.append([p.grad.clone() for p in model.parameters()])
     for others in grads[1:]:
         assert all(torch.equal(a, b) for a, b in zip(grads[0], others, strict=True))
+
+
+def test_each_layer_has_its_exact_groups_also_as_flags_and_in_files(tmp_path: Path):
+    model = make_model(selector="own", exact_groups=[[1], []])
+    assert [layer.spec.exact_groups for layer in model.attention_layers()] == [(1,), ()]
+    flags = {"model.gate": "none", "model.selector": "own", "model.layers": 2, "model.kv_heads": 2}
+    options = key_options({})
+    given = read_arguments(["--model.exact_groups", "0,1", "none"], options, prog="tercet train")
+    config = load("tiny", flags={**flags, **given}).config
+    assert config.model.exact_groups == ((0, 1), ())
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert load(file=tmp_path / "config.toml").config.model == config.model
 
 
 def test_no_gate_implies_the_other_settings_of_the_mode():
@@ -141,6 +156,13 @@ def test_no_gate_implies_the_other_settings_of_the_mode():
         ({"branches": ("selected", "window")}, "branches"),
         ({"compression": "mlp"}, "compression=mean"),
         ({"gate": "sigmoid", "dense_below": 64}, "dense_below=64 needs gate=none"),
+        ({"exact_groups": [[0], [1]]}, "layer 0: exact_groups=0 needs selector=own, not compressed"),
+        ({"selector": "own", "exact_groups": [[0]]}, "exact_groups names 1 layers but layers=2"),
+        (
+            {"selector": "own", "exact_groups": [[0], [0, 2]]},
+            "layer 1: exact_groups=0,2: .* 0 … 1,",
+        ),
+        ({"selector": "own", "exact_groups": [[0], [0]], "attention": "nsa,dense"}, "layer 1, which is dense"),
     ],
 )
 def test_settings_that_contradict_the_mode_are_refused(changes: dict[str, object], words: str):

@@ -27,6 +27,7 @@ FORMS = [
     {}, {"shared_kv": True}, {"compress_selected_keys": True}, {"qk_norm": True, "gate": "softmax"}, LEARNED,
     {"branches": ("window",)}, {"branches": ("compressed",)},
     {"kind": DenseAttention}, {"kind": WindowAttention, "qk_norm": True},
+    {"selector": "own", "exact_groups": ()}, {"kind": BlockSparseAttention, "selector": "own", "exact_groups": (1,)},
     {"kind": BlockSparseAttention}, {"kind": BlockSparseAttention, "dense_below": 25, **LEARNED},
 ]  # fmt: skip
 

@@ -32,6 +32,7 @@ LAYERS = {
     "window": lambda: WindowAttention(24, 4, 2, 8, config=SMALL),
     "block sparse": lambda: BlockSparseAttention(24, 4, 2, 8, config=SMALL, dense_below=40, qk_norm=True),
     "own": lambda: BlockSparseAttention(24, 4, 2, 8, config=SMALL, selector="own"),
+    "own, one group": lambda: BlockSparseAttention(24, 4, 2, 8, config=SMALL, selector="own", exact_groups=(1,)),
     "own, gated": lambda: NativeSparseAttention(24, 4, 2, 8, config=SMALL, selector="own"),
     "two branches": lambda: NativeSparseAttention(
         24, 4, 2, 8, config=SMALL, branches=("selected", "window"), selector="learned", selector_dim=8

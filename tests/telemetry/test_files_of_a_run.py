@@ -24,7 +24,7 @@ from watched import corpus, run, settings
 def finished(tmp_path_factory: pytest.TempPathFactory):
     data = corpus(tmp_path_factory.mktemp("corpus"))
     folder = tmp_path_factory.mktemp("runs") / "run"
-    found, code = run(folder, data, train__steps=10, health__memory_every=4, profile__steps="3:4")
+    found, code = run(folder, data, train__steps=10, profile__steps="3:4")
     assert code == 0
     return found
 
@@ -37,8 +37,8 @@ def table(path: Path):
 def test_all_files_exist(finished):
     names = {
         "env.json", "training.csv", "val.csv", "heartbeat_rank0.jsonl", "dtypes_report.txt", "k_stats.csv",
-        "fallback_counters.csv", "mem_boot.json", "mem_step1.json", "mem_step4.json", "mem_step8.json",
-        "opt_state_mb.txt", "metrics.json", "checkpoints", "events_rank0.jsonl", "config.toml", "origins.json",
+        "fallback_counters.csv", "mem_boot.json", "mem_step1.json", "opt_state_mb.txt",
+        "metrics.json", "checkpoints", "events_rank0.jsonl", "config.toml", "origins.json",
     }  # fmt: skip
     assert names <= {p.name for p in finished.folder.iterdir()}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +56,8 @@ class Packing:
     """Results of `_key_bounds`, shared by all layers."""
     first_tokens_cache: dict[int, tuple[RowMap, Packing]]
     """Results of `first_tokens`, shared by all layers."""
+    sizes_cache: dict[NSAConfig, Packing]
+    """Results of `with_sizes`, shared by all layers."""
 
     def __init__(
         self,
@@ -85,6 +88,7 @@ class Packing:
         self.bounds = _read_bounds(cu_seqlens, self.compressed_cu_seqlens)
         self.key_bounds_cache = {}
         self.first_tokens_cache = {}
+        self.sizes_cache = {}
 
     @property
     def num_documents(self) -> int:
@@ -110,6 +114,20 @@ class Packing:
         rows = RowMap(torch.where(valid, source, 0), valid, torch.where(inside, place, 0), inside)
         found = rows, Packing(bounds, length, 0, self.config, min(limit, self.max_seqlen))
         self.first_tokens_cache[limit] = found
+        return found
+
+    def with_sizes(self, config: NSAConfig) -> Packing:
+        """The same documents with compressed tokens of other sizes."""
+        if config == self.config:
+            return self
+        if (known := self.sizes_cache.get(config)) is not None:
+            return known
+        found = Packing(self.cu_seqlens, self.length, self.length // config.compress_stride, config, self.max_seqlen)
+        if self.bounds is not None:  # the host may know them although they are on a device
+            counts = [config.num_compressed(end - first) for first, end, *_ in self.bounds]
+            ends = [*accumulate(counts, initial=0)]
+            found.bounds = [(a, b, *c) for (a, b, *_), c in zip(self.bounds, pairwise(ends), strict=True)]
+        self.sizes_cache[config] = found
         return found
 
     @cached_property

@@ -30,9 +30,16 @@ from tercet.attention.layout import (
     move_rows,
     why_no_query_range,
 )
-from tercet.attention.selector import TokenScorer, check_channels, check_selector, choose_blocks, own_scorer
-from tercet.attention.spec import AttentionSpec, block_sparse
-from tercet.attention.tiling import compute_dtype
+from tercet.attention.selector import (
+    TokenScorer,
+    check_channels,
+    check_selector,
+    choose_blocks,
+    own_scorer,
+    pool_keys,
+    select_by_keys_on,
+)
+from tercet.attention.spec import AttentionSpec, block_sparse, check_exact_groups
 
 
 @dataclass(frozen=True)
@@ -160,6 +167,7 @@ def block_sparse_attention(
     selector: tuple[Tensor, Tensor] | None = None,
     scorer: str = "compressed",
     score_channels: Tensor | None = None,
+    exact_groups: tuple[int, ...] | None = None,
 ) -> Tensor | Any:
     """Causal attention [B, T, H, Dv] in which a query reads select_count blocks of keys.
 
@@ -175,12 +183,17 @@ def block_sparse_attention(
     scorer        what scores the blocks: "compressed", by the means of their keys, or "own", by the largest product of
                   a query head of the group with a key of the block
     score_channels  int64 [c] or [G, c]: the channels of q and k that "own" reads; None for all of them
+    exact_groups  the KV heads that "own" chooses for; the others choose by the means of their blocks. None: all
     selector      (queries, keys), each [B, T, G, size], that score the blocks in place of q and the means
     """
     checks.check_config(config)
-    chooser = _chooser(scorer, score_channels, selector, q, k)
-    spec = block_sparse(config, "compressed" if chooser is None else chooser.kind, dense_below)
+    kind = _scorer_kind(scorer, score_channels, selector)
+    spec = block_sparse(config, kind, dense_below, exact_groups)
     checks.check_tensors({"q": q, "k": k, "v": v})
+    if kind == "own":
+        if score_channels is not None:
+            check_channels(score_channels, k.shape[2], k.shape[3])
+        check_exact_groups(exact_groups, kind, k.shape[2])
     checks.check_keys(q, k, v, "", q.shape[1])
     checks.check_max_seqlen(max_seqlen, cu_seqlens)
     packing = None
@@ -188,6 +201,8 @@ def block_sparse_attention(
         packing = checks.make_packing(cu_seqlens, q, config, max_seqlen=max_seqlen, validate=validate)
     if validate and block_indices is not None:
         checks.check_block_order(block_indices)
+    chooser = own_scorer(q, k, score_channels, spec) if kind == "own" else None
+    chooser = TokenScorer(*selector) if selector is not None else chooser
     found = attend(
         AttentionInputs(q, k_selected=k, v_selected=v), spec, packing=packing, backend=backend, scorer=chooser,
         block_indices=block_indices, select=return_aux,
@@ -199,21 +214,14 @@ def _with_aux(found: Attended) -> tuple[Tensor, AttentionAux]:
     return found.out, AttentionAux(found.block_indices, dict.fromkeys(found.branches, Route(*found.route)))
 
 
-def _chooser(
-    scorer: str, channels: Tensor | None, selector: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor
-) -> TokenScorer | None:
+def _scorer_kind(scorer: str, channels: Tensor | None, selector: tuple[Tensor, Tensor] | None) -> str:
     if scorer not in ("compressed", "own"):
         raise ValueError(f"scorer={scorer!r} is unknown: pick one of compressed, own, or give a selector")
-    if scorer == "own":
-        if selector is not None:
-            raise ValueError('scorer="own" and selector were both given: pass one')
-        checks.check_tensors({"q": q, "k": k})
-        if channels is not None:
-            check_channels(channels, k.shape[2], k.shape[3])
-        return own_scorer(q, k, channels)
-    if channels is not None:
+    if scorer == "own" and selector is not None:
+        raise ValueError('scorer="own" and selector were both given: pass one')
+    if scorer != "own" and channels is not None:
         raise ValueError(f'score_channels was given, but scorer={scorer!r} does not read them: use scorer="own"')
-    return None if selector is None else TokenScorer(*selector)
+    return scorer if selector is None else "learned"
 
 
 # ------------------------------------------------------------ one operator
@@ -264,11 +272,11 @@ def attend(
         if chooses and scorer is not None:
             check_selector(scorer, q, given["k_selected"])
             own = backend if route[0] == "triton" else "reference"  # "auto": kernels may not take the scorer
-            block_indices = choose_blocks(*scorer, config=config, packing=packing, span=span, backend=own)
+            block_indices = choose_blocks(scorer, config=config, packing=packing, span=span, backend=own)
         elif chooses and spec.gate is None:
             keys = inputs.k_compressed
             keys = pool_keys(given["k_selected"], config, packing) if keys is None else keys
-            block_indices = _select_by_keys(q, keys, config, packing, span, route[0])
+            block_indices = select_by_keys_on(q, keys, config, packing, span, route[0])
         if every:
             k, v = given["k_selected"], given["v_selected"]
             route = route if backend == "reference" else dense_route(q, v, packing)
@@ -407,58 +415,6 @@ def _reference_by_buckets(
     if block_indices is None and selections:
         block_indices = buckets.unpack(selections)
     return buckets.unpack(outs), block_indices
-
-
-# ------------------------------------------------------------ blocks chosen by means of keys
-
-
-def select_by_keys(
-    q: Tensor, keys: Tensor, *, config: NSAConfig, packing: Packing | None, backend: str, span: Span
-) -> Tensor:
-    """block_indices of queries q by the scores of `keys`, one per compressed token of the whole sequence."""
-    route = choose_backend(backend, {"q": q, "k_selected": keys, "v_selected": keys}, config)
-    with without_autocast(q.device.type):
-        return _select_by_keys(q, keys, config, packing, span, route[0])
-
-
-def _select_by_keys(
-    q: Tensor, keys: Tensor, config: NSAConfig, packing: Packing | None, span: Span, backend: str
-) -> Tensor:
-    """Steps 2 to 5 of docs/nsa.md."""
-    q, keys = q.detach(), keys.detach()
-    if backend == "triton":
-        from tercet.attention import kernels
-
-        return kernels.select_by_keys(q, keys, config, kernel_layout(q, packing, span))
-
-    def select(q: Tensor, keys: Tensor, packing: Packing | None = None, span: Span = WHOLE) -> Tensor:
-        _, indices, _ = reference.compressed_attention(q, keys, keys[..., :0], config, packing, span=span)
-        assert indices is not None
-        return indices
-
-    if (buckets := document_buckets(packing, span)) is not None:
-        found = [select(bucket.rows(q), bucket.compressed_rows(keys)) for bucket in buckets.buckets]
-        return keep_selection(buckets.unpack(found))
-    return keep_selection(select(q, keys, packing, span))
-
-
-def pool_keys(k: Tensor, config: NSAConfig, packing: Packing | None = None) -> Tensor:
-    """Means of the l keys of every compressed token, without a gradient. [B, T, G, D] -> [B, Tc, G, D]"""
-    l, d = config.compress_block, config.compress_stride
-    k = k.detach()
-    if k.shape[1] < l:
-        return k.new_zeros(k.shape[0], 0 if packing is None else packing.compressed_length, *k.shape[2:])
-    if packing is None:
-        chunks = k[:, : k.shape[1] // d * d].unflatten(1, (-1, d))
-    else:
-        chunks = move_rows(k[0], packing.tokens_to_chunks).unflatten(0, (-1, d))[None]
-    sums = chunks.sum(2, dtype=compute_dtype(k))
-    places, count = l // d, chunks.shape[1] - l // d + 1
-    total = sums[:, :count]
-    for place in range(1, places):
-        total = total + sums[:, place : place + count]
-    means = (total / l).to(k.dtype)
-    return means if packing is None else move_rows(means[0], packing.chunks_to_compressed)[None]
 
 
 # ------------------------------------------------------------ queries that read every key

@@ -174,6 +174,36 @@ def select(scores: Tensor, t: Tensor, config: NSAConfig) -> Tensor:
     return torch.nn.functional.pad(ascending, (0, n - ascending.shape[-1]), value=-1)
 
 
+@torch.no_grad()
+def select_by_keys_at(q: Tensor, k: Tensor, t: Tensor, longest: int, config: NSAConfig) -> Tensor:
+    """I_t by compressed keys k, of queries at positions t [B, C] of rows of at most `longest` tokens."""
+    rows = q.unflatten(2, (k.shape[2], -1)).to(compute_dtype(q)) * q.shape[-1] ** -0.5
+    p, _ = compressed_weights(rows, k, t, config)
+    importance = block_importance(p.sum(3), 0, config.num_blocks(longest), config)
+    return select(importance, t[:, None], config).transpose(1, 2)
+
+
+def compressed_weights(rows: Tensor, k: Tensor, t: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    """Weights, fp64 [B, G, C, h, S] as in `tiled_attention`, of scaled queries [B, C, G, h, D] at positions t [B, C]
+    for compressed keys k, and which keys they see [B, C, S]."""
+    i = torch.arange(k.shape[1], device=rows.device)
+    if not k.shape[1]:
+        p = rows.new_zeros(rows.shape[0], rows.shape[2], rows.shape[1], rows.shape[3], 0, dtype=torch.float64)
+        return p, torch.zeros(*t.shape, 0, dtype=torch.bool, device=rows.device)
+    visible = i * config.compress_stride + config.compress_block <= t[..., None] + 1
+    s = torch.einsum("bcghd,bsgd->bgchs", rows, k.to(rows.dtype))
+    return softmax(s.double(), visible[:, None, :, None]), visible
+
+
+def softmax(s: Tensor, visible: Tensor) -> Tensor:
+    """Over visible keys; all 0 where there are none."""
+    s = s.masked_fill(~visible, -torch.inf)
+    highest = s.amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min)
+    p = (s - highest).exp()
+    total = p.sum(-1, keepdim=True)
+    return p / torch.where(total > 0, total, 1)
+
+
 # ------------------------------------------------------------ blocks chosen by a selector
 
 

@@ -5,8 +5,9 @@ queries [B, T, G, size], of own ones [B, T, H, size]; keys [B, T, G, size], the 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,23 @@ from tercet.attention.layout import (
     document_buckets,
     keep_selection,
     kernel_layout,
+    move_rows,
     why_no_query_range,
 )
+from tercet.attention.spec import AttentionSpec
+from tercet.attention.tiling import compute_dtype
+
+
+class PooledGroups(NamedTuple):
+    """KV heads that choose by the means of their blocks of keys, beside others that choose by single tokens."""
+
+    exact: tuple[int, ...]
+    """The others, in ascending order."""
+    queries: Tensor
+    """[B, T, H, D] of the attention, of these heads only."""
+    keys: Tensor
+    config: NSAConfig
+    """One compressed token per selection block."""
 
 
 class TokenScorer(NamedTuple):
@@ -32,6 +48,20 @@ class TokenScorer(NamedTuple):
     queries: Tensor
     keys: Tensor
     kind: str = "learned"  # or "own"
+    pooled: PooledGroups | None = None
+
+    def with_keys(self, fetch: Callable[[Tensor], Tensor]) -> TokenScorer:
+        """`fetch` of all keys at once, as rows."""
+        parts = [self.keys] if self.pooled is None else [self.keys, self.pooled.keys]
+        fetched = fetch(torch.cat([x[0].flatten(1) for x in parts], 1)).split([x[0, 0].numel() for x in parts], 1)
+        keys, *more = (rows.unflatten(1, x.shape[2:])[None] for rows, x in zip(fetched, parts, strict=True))
+        return self._replace(keys=keys, pooled=self.pooled and self.pooled._replace(keys=more[0]))
+
+    def of_rows(self, queries: slice, keys: slice) -> TokenScorer:
+        pooled = self.pooled
+        if pooled is not None:
+            pooled = pooled._replace(queries=pooled.queries[:, queries], keys=pooled.keys[:, keys])
+        return self._replace(queries=self.queries[:, queries], keys=self.keys[:, keys], pooled=pooled)
 
 
 def slow_channels(size: int, device: torch.device, planes: int = 16) -> Tensor | None:
@@ -53,23 +83,41 @@ def check_channels(channels: Tensor, groups: int, size: int) -> None:
         raise ValueError(f"score_channels={channels.flatten().tolist()} must be channels 0 … {size - 1} of q and k")
 
 
-def own_scorer(q: Tensor, k: Tensor, channels: Tensor | None = None) -> TokenScorer:
+def own_scorer(q: Tensor, k: Tensor, channels: Tensor | None, spec: AttentionSpec) -> TokenScorer:
     """The scorer `own`: the branch's rotated queries and keys, of some channels [c] or [G, c]; None: all."""
     q, k = q.detach(), k.detach()
-    if channels is None:
-        return TokenScorer(q, k, "own")
-    if channels.dim() == 1:
-        return TokenScorer(q.index_select(-1, channels), k.index_select(-1, channels), "own")
-    of_heads = channels.repeat_interleave(q.shape[2] // k.shape[2], 0)
-    return TokenScorer(
-        q.gather(-1, of_heads.expand(*q.shape[:-1], -1)), k.gather(-1, channels.expand(*k.shape[:-1], -1)), "own"
-    )
+    groups, pooled = k.shape[2], None
+    if spec.exact_groups is not None and len(spec.exact_groups) < groups:
+        exact = tuple(sorted(spec.exact_groups))
+        others = [g for g in range(groups) if g not in exact]
+        pooled = PooledGroups(exact, _of_groups(q, others, groups), _of_groups(k, others, groups), spec.means)
+        q, k = _of_groups(q, exact, groups), _of_groups(k, exact, groups)
+        if channels is not None and channels.dim() == 2:
+            channels = _of_groups(channels[None, None], exact, groups)[0, 0]
+    if channels is not None and channels.dim() == 1:
+        q, k = q.index_select(-1, channels), k.index_select(-1, channels)
+    elif channels is not None:
+        of_heads = channels.repeat_interleave(q.shape[2] // max(k.shape[2], 1), 0)
+        q, k = q.gather(-1, of_heads.expand(*q.shape[:-1], -1)), k.gather(-1, channels.expand(*k.shape[:-1], -1))
+    return TokenScorer(q, k, "own", pooled)
+
+
+def _of_groups(x: Tensor, groups: Sequence[int], among: int) -> Tensor:
+    """The heads of some KV heads: [B, T, heads, D]. By slices: an index from the host would synchronise."""
+    parts = x.unflatten(2, (among, -1)).unbind(2)
+    return torch.cat([parts[g] for g in groups], 2) if groups else x[:, :, :0]
+
+
+def _merge_groups(exact: Tensor | None, others: Tensor, groups: tuple[int, ...]) -> Tensor:
+    """block_indices of all KV heads, from those of `groups` and those of the others."""
+    if exact is None:
+        return others
+    own, rest = iter(exact.unbind(2)), iter(others.unbind(2))
+    return torch.stack([next(own if g in groups else rest) for g in range(exact.shape[2] + others.shape[2])], 2)
 
 
 def choose_blocks(
-    queries: Tensor,
-    keys: Tensor,
-    scorer: str = "learned",
+    scorer: TokenScorer,
     *,
     config: NSAConfig,
     packing: Packing | None = None,
@@ -78,7 +126,35 @@ def choose_blocks(
 ) -> Tensor:
     """block_indices, int32 [B, T, G, n]. With a span, the queries are a query range, and the keys start at
     `span.first_key`."""
-    queries, keys = queries.detach(), keys.detach()
+    pooled, exact = scorer.pooled, None
+    if pooled is None or pooled.exact:
+        exact = _choose_by_tokens(scorer, config, packing, span, backend)
+    if pooled is None:
+        assert exact is not None
+        return exact
+    packing = None if packing is None else packing.with_sizes(pooled.config)
+    means = pool_keys(pooled.keys, pooled.config, packing, span)
+    options: Any = {"packing": packing, "span": span, "backend": backend}
+    return _merge_groups(exact, select_by_keys(pooled.queries, means, config=pooled.config, **options), pooled.exact)
+
+
+def choose_at(scorer: TokenScorer, part: slice, t: Tensor, config: NSAConfig) -> Tensor:
+    """`choose_blocks` of a part of the queries, at positions t [B, C] of whole rows of keys, in PyTorch."""
+    pooled, exact = scorer.pooled, None
+    if pooled is None or pooled.exact:
+        exact = reference.select_at(scorer.queries[:, part], scorer.keys, t, config, scorer.kind)
+    if pooled is None:
+        assert exact is not None
+        return exact
+    means = pool_keys(pooled.keys, pooled.config)
+    others = reference.select_by_keys_at(pooled.queries[:, part], means, t, pooled.keys.shape[1], pooled.config)
+    return _merge_groups(exact, others, pooled.exact)
+
+
+def _choose_by_tokens(
+    scorer: TokenScorer, config: NSAConfig, packing: Packing | None, span: Span, backend: str
+) -> Tensor:
+    queries, keys = scorer.queries.detach(), scorer.keys.detach()
     tensors = {"q": queries, "k_selected": keys, "v_selected": keys}
     backend, _ = choose_backend(backend, tensors, config, why_no_query_range(span, packing, ("selected",)))
     with without_autocast(queries.device.type):
@@ -86,17 +162,19 @@ def choose_blocks(
             from tercet.attention import kernels
 
             return kernels.select_by_tokens(
-                queries, keys, config, kernel_layout(queries, packing, span, keys), scorer == "own"
+                queries, keys, config, kernel_layout(queries, packing, span, keys), scorer.kind == "own"
             )
         if (buckets := document_buckets(packing, span)) is not None:
-            select = partial(reference.select_by_tokens, config=config, scorer=scorer)
+            select = partial(reference.select_by_tokens, config=config, scorer=scorer.kind)
             return keep_selection(buckets.run(select, queries, keys))
-        return keep_selection(reference.select_by_tokens(queries, keys, config, packing, span, scorer))
+        return keep_selection(reference.select_by_tokens(queries, keys, config, packing, span, scorer.kind))
 
 
 def check_selector(selector: TokenScorer, q: Tensor, k_selected: Tensor) -> None:
     """A selector's queries and keys must belong to the same tokens and groups as q and k_selected."""
-    queries, keys, kind = selector
+    queries, keys, kind, pooled = selector
+    if pooled is not None:  # made from q and k_selected
+        return
     checks.check_tensors({"selector queries": queries, "selector keys": keys})
     for name, x, tokens in (("queries", queries, q), ("keys", keys, k_selected)):
         heads = tokens.shape[2] if kind == "own" else k_selected.shape[2]
@@ -106,6 +184,67 @@ def check_selector(selector: TokenScorer, q: Tensor, k_selected: Tensor) -> None
                 f"selector {name} have shape {list(x.shape)}: expected {expected}, one vector per token and KV head"
             )
 
+
+# ------------------------------------------------------------ blocks chosen by means of keys
+
+
+def select_by_keys(
+    q: Tensor, keys: Tensor, *, config: NSAConfig, packing: Packing | None, backend: str, span: Span
+) -> Tensor:
+    """block_indices of queries q by the scores of `keys`, one per compressed token of the whole sequence."""
+    route = choose_backend(backend, {"q": q, "k_selected": keys, "v_selected": keys}, config)
+    with without_autocast(q.device.type):
+        return select_by_keys_on(q, keys, config, packing, span, route[0])
+
+
+def select_by_keys_on(
+    q: Tensor, keys: Tensor, config: NSAConfig, packing: Packing | None, span: Span, backend: str
+) -> Tensor:
+    """Steps 2 to 5 of docs/nsa.md."""
+    q, keys = q.detach(), keys.detach()
+    if backend == "triton":
+        from tercet.attention import kernels
+
+        return kernels.select_by_keys(q, keys, config, kernel_layout(q, packing, span))
+
+    def select(q: Tensor, keys: Tensor, packing: Packing | None = None, span: Span = WHOLE) -> Tensor:
+        _, indices, _ = reference.compressed_attention(q, keys, keys[..., :0], config, packing, span=span)
+        assert indices is not None
+        return indices
+
+    if (buckets := document_buckets(packing, span)) is not None:
+        found = [select(bucket.rows(q), bucket.compressed_rows(keys)) for bucket in buckets.buckets]
+        return keep_selection(buckets.unpack(found))
+    return keep_selection(select(q, keys, packing, span))
+
+
+def pool_keys(k: Tensor, config: NSAConfig, packing: Packing | None = None, span: Span = WHOLE) -> Tensor:
+    """Means of the l keys of every compressed token, without a gradient. [B, T, G, D] -> [B, Tc, G, D]
+
+    With a span of packed documents, those whose keys are not given are meaningless.
+    """
+    l, d = config.compress_block, config.compress_stride
+    k = k.detach()
+    if packing is not None and span is not WHOLE:
+        first = packing.compressed_first_token - span.first_key
+        given = (first[:, None] + torch.arange(l, device=k.device)).clamp(0, k.shape[1] - 1)
+        return k[:, given].to(compute_dtype(k)).mean(2).to(k.dtype)
+    if k.shape[1] < l:
+        return k.new_zeros(k.shape[0], 0 if packing is None else packing.compressed_length, *k.shape[2:])
+    if packing is None:
+        chunks = k[:, : k.shape[1] // d * d].unflatten(1, (-1, d))
+    else:
+        chunks = move_rows(k[0], packing.tokens_to_chunks).unflatten(0, (-1, d))[None]
+    sums = chunks.sum(2, dtype=compute_dtype(k))
+    places, count = l // d, chunks.shape[1] - l // d + 1
+    total = sums[:, :count]
+    for place in range(1, places):
+        total = total + sums[:, place : place + count]
+    means = (total / l).to(k.dtype)
+    return means if packing is None else move_rows(means[0], packing.chunks_to_compressed)[None]
+
+
+# ------------------------------------------------------------ attention to blocks, by their log-sum-exp
 
 # Bytes of a block's keys, and numbers of one key, that the kernels have room for.
 _BLOCK_BYTES, _MOST_CHANNELS = 64 << 10, 256

@@ -5,7 +5,8 @@ NSA, two-branch, block-sparse, window and dense attention are values of it; ever
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from tercet.attention.config import BRANCHES, NSAConfig, check_branches
 
@@ -33,6 +34,10 @@ class AttentionSpec:
     compress_selected_keys: bool = False
     dense_below: int = 0
     """Without a gate: queries at positions below this read everything."""
+    exact_groups: tuple[int, ...] | None = None
+    """With the scorer own: the KV heads that choose by it; the others choose by the means of blocks. None: all do."""
+    means: NSAConfig = field(init=False)
+    """Sizes with which these others choose: one compressed token per selection block."""
 
     def __post_init__(self) -> None:
         if self.gate is not None and self.gate not in GATES:
@@ -41,13 +46,17 @@ class AttentionSpec:
             )
         if self.scorer not in SCORERS:
             raise ValueError(f"selector={self.scorer!r} is unknown: pick one of {', '.join(SCORERS)}")
+        check_exact_groups(self.exact_groups, self.scorer)
         if self.dense:
+            object.__setattr__(self, "means", self.blocks)
             return
         if not isinstance(self.blocks, NSAConfig):
             raise TypeError(f"config is {type(self.blocks).__name__}: it must be a tercet.NSAConfig")
         object.__setattr__(self, "branches", check_branches(self.branches))
         if not isinstance(self.dense_below, int) or isinstance(self.dense_below, bool) or self.dense_below < 0:
             raise ValueError(f"dense_below={self.dense_below!r} must be an integer of at least 0")
+        size = self.blocks.select_block
+        object.__setattr__(self, "means", replace(self.blocks, compress_block=size, compress_stride=size))
 
         own_keys = not self.compresses or self.shared_kv  # which others the compressed branch would have is moot
         object.__setattr__(self, "compress_selected_keys", self.compress_selected_keys and not own_keys)
@@ -97,11 +106,28 @@ class AttentionSpec:
         return max(self.dense_below, self.blocks.selected_tokens)
 
 
-def block_sparse(blocks: NSAConfig, scorer: str = "compressed", dense_below: int = 0) -> AttentionSpec:
+def check_exact_groups(groups: Iterable[int] | None, scorer: str, kv_heads: int | None = None) -> None:
+    """Raise unless these are KV heads, each once; kv_heads: how many there are, if known."""
+    if groups is None:
+        return
+    groups = tuple(groups)
+    shown = ",".join(map(str, groups)) or "none"
+    if scorer != "own":
+        raise ValueError(f"exact_groups={shown} needs selector=own, not {scorer}: drop exact_groups, or use own")
+    most = max([*groups, 0]) + 1 if kv_heads is None else kv_heads
+    if len(set(groups)) != len(groups) or not set(groups) <= set(range(most)):
+        known = "KV heads" if kv_heads is None else f"of the KV heads 0 … {kv_heads - 1}"
+        raise ValueError(f"exact_groups={shown}: expected {known}, each at most once")
+
+
+def block_sparse(
+    blocks: NSAConfig, scorer: str = "compressed", dense_below: int = 0, exact_groups: tuple[int, ...] | None = None
+) -> AttentionSpec:
     """The selected branch alone."""
     return AttentionSpec(
-        blocks, ("selected",), None, scorer, compression="mean", shared_kv=True, dense_below=dense_below
-    )
+        blocks, ("selected",), None, scorer, compression="mean", shared_kv=True, dense_below=dense_below,
+        exact_groups=exact_groups,
+    )  # fmt: skip
 
 
 def window(blocks: NSAConfig) -> AttentionSpec:

@@ -29,7 +29,7 @@ REPLACEMENTS: dict[str, tuple[str | None, str]] = {
     "NSA_FSDP_FORWARD_PREFETCH": ("parallel.prefetch", "blocks to prefetch; 0 turns it off"),
     "NSA_FSDP_LIMIT_ALL_GATHERS": (None, "FSDP2 frees memory in stream order and needs no limiter"),
     "NSA_ALLOW_SINGLE_RANK": ("parallel.allow_single_rank", "to use one GPU on purpose"),
-    "NSA_MEM_DUMP_EVERY": ("health.memory_every", "steps between mem_stepN.json files"),
+    "NSA_MEM_DUMP_EVERY": (None, "memory is reported at startup and after the first step"),
     "NSA_TB_DISABLE": ("log.tensorboard", "--log.no_tensorboard turns it off"),
     "NSA_NVTX": ("profile.steps", "traces the given steps"),
     "NSA_ACCUM": ("train.tokens_per_step", "accumulation is derived from it"),

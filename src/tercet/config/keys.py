@@ -122,6 +122,8 @@ def _kinds(annotation: Any) -> list[Any]:
     parts = typing.get_args(annotation)
     if typing.get_origin(annotation) is Literal:
         return [*parts]
+    if parts and typing.get_origin(parts[0]) is tuple:  # lists in a list: one text each
+        return [str]
     if parts:
         found = [_kinds(part) for part in parts if part not in (types.NoneType, ...)]
         return list(dict.fromkeys(kind for kinds in found for kind in kinds)) if all(found) else []

@@ -42,6 +42,7 @@ RETIRED: dict[str, Retired] = {
             "loss_window": 50, "zero_grad_norm": 1e-12, "throughput_share": 0.6, "data_wait_share": 0.2,
         }.items()
     },
+    "health.memory_every": Retired("0.3", 0, "memory is reported at startup and after the first step"),
     "health.stall_factor": Retired("0.3", 5.0, "five times the median interval counts as a stall"),
     "health.stall_start_seconds": Retired("0.3", 900.0, "the first step has 15 minutes, or health.stall_seconds"),
     "log.progress": Retired("0.3", "auto", "a live line on a terminal, plain lines elsewhere"),

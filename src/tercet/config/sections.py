@@ -393,5 +393,3 @@ class HealthConfig(Section):
 
     doctor: bool = True
     """Run a short form of `tercet doctor` before training: versions, device, kernels and disk."""
-    memory_every: int = Field(default=0, ge=0)
-    """Steps between mem_step{N}.json memory reports; 0: only at startup and after step 1."""

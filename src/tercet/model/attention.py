@@ -6,6 +6,7 @@ A form is an AttentionSpec. NativeSparseAttention and its siblings (layers.py) o
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from tercet.attention.config import BRANCHES, check_above_zero, check_group_size
 from tercet.attention.dispatch import Route, check_backend
 from tercet.attention.hardware import kernels_run_on
 from tercet.attention.layout import Packing
-from tercet.attention.operator import Attended, AttentionInputs, attend, pool_keys
-from tercet.attention.selector import TokenScorer, own_scorer, slow_channels
-from tercet.attention.spec import AttentionSpec
+from tercet.attention.operator import Attended, AttentionInputs, attend
+from tercet.attention.selector import TokenScorer, own_scorer, pool_keys, slow_channels
+from tercet.attention.spec import AttentionSpec, check_exact_groups
 from tercet.model import decode
 from tercet.model.cache import Cache, NewTokens
 from tercet.model.compression import Compression, compress_keys_and_values, mean_keys
@@ -103,6 +104,9 @@ class Attention(nn.Module):
         check_sizes(dim=dim, head_dim=head_dim, value_dim=value_dim)
         check_backend(backend)
         check_above_zero(norm_eps=norm_eps)
+        check_exact_groups(spec.exact_groups, spec.scorer, kv_heads)
+        if spec.exact_groups is not None and len(spec.exact_groups) == kv_heads:
+            spec = replace(spec, exact_groups=None)
         self.dim, self.heads, self.kv_heads = dim, heads, kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.spec, self.config, self.rotary, self.backend = spec, spec.blocks, rotary, backend
@@ -291,7 +295,7 @@ class Attention(nn.Module):
     def _own_scorer(self, q: Tensor, k: Tensor | None) -> TokenScorer | None:
         if k is None or not self.spec.selects or self.spec.scorer != "own":
             return None
-        return own_scorer(q, k, self.score_channels)
+        return own_scorer(q, k, self.score_channels, self.spec)
 
     def _with_selector_loss(
         self, out: Tensor, x: Tensor, scorer: TokenScorer | None, inputs: AttentionInputs, rows: Tensor,
@@ -540,6 +544,8 @@ class Attention(nn.Module):
             scorer = TokenScorer(*self.selector.append(more, new, cache, None if rope is None else rope.selector))
         elif new.fresh:
             scorer = self._own_scorer(q, keys.get("selected"))
+        elif self.spec.exact_groups is not None:
+            scorer = self._own_scorer(q, cache.all(new)[0].to(q.dtype))
         elif self.spec.selects and self.spec.scorer == "own":
             of = cache.scored_channels
             queries = q if of is None else q.index_select(-1, of)

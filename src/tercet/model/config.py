@@ -16,7 +16,7 @@ from tercet.attention.config import (
     check_sizes,
     reads_compressed,
 )
-from tercet.attention.spec import DENSE, AttentionSpec, block_sparse, window
+from tercet.attention.spec import DENSE, AttentionSpec, block_sparse, check_exact_groups, window
 
 AttentionKind = Literal["nsa", "dense", "window"]
 Branch = Literal["compressed", "selected", "window"]
@@ -24,7 +24,7 @@ RopeType = Literal["linear", "llama3", "yarn"]
 # Keys without effect in a model with dense attention only. `backend` is not one: the feed-forward uses it too.
 NSA_ONLY = (
     "nsa", "compression", "gate", "shared_kv", "compress_selected_keys", "branches",
-    "selector", "selector_dim", "selector_rotary", "dense_below",
+    "selector", "selector_dim", "selector_rotary", "exact_groups", "dense_below",
 )  # fmt: skip
 
 MOST_LAYERS = 1024
@@ -177,6 +177,9 @@ class ModelConfig(BaseModel):
     selector_rotary: int | None = Field(default=None, ge=0)
     """Channels of a learned selector to which RoPE is applied; the others compare content alone. An even number of at
     most selector_dim; none: half of it."""
+    exact_groups: tuple[tuple[int, ...], ...] = ()
+    """With selector = own: the KV heads of each layer that choose by it, such as [[0, 1], [], [1]], or 0,1 none 1 as
+    a flag. The others choose by the means of blocks of their keys, which costs less. Empty: all choose by it."""
     branches: tuple[Branch, ...] = ("compressed", "selected", "window")
     """Branches to use; omit some for an ablation."""
     dense_below: int = Field(default=0, ge=0)
@@ -217,6 +220,14 @@ class ModelConfig(BaseModel):
                 raise ValueError(f"{kind!r} is unknown: a list takes {', '.join(names)}, one per layer{pattern}")
         return attention
 
+    @field_validator("exact_groups", mode="before")
+    @classmethod
+    def _parse_exact_groups(cls, layers: Any) -> Any:
+        """Layers as text hold numbers with commas between them, or none."""
+        if not isinstance(layers, list | tuple):
+            return layers
+        return [() if x == "none" else x.split(",") if isinstance(x, str) else x for x in layers]
+
     @field_validator("branches")
     @classmethod
     def _known_branches(cls, branches: tuple[str, ...]) -> tuple[str, ...]:
@@ -245,7 +256,23 @@ class ModelConfig(BaseModel):
             raise ValueError(f"rope_theta={self.rope_theta} must be above 1 for rope.type=yarn: 10000 is usual")
         check_selector(self.selector_dim, self.selector_rotary)
         layer_kinds(self.attention, self.layers)
+        self._check_exact_groups()
         return self
+
+    def _check_exact_groups(self) -> None:
+        if not self.exact_groups:
+            return
+        if len(self.exact_groups) != self.layers:
+            raise ValueError(
+                f"exact_groups names {len(self.exact_groups)} layers but layers={self.layers}: give one list per layer"
+            )
+        for i, (kind, groups) in enumerate(zip(self.attention_kinds, self.exact_groups, strict=True)):
+            try:
+                check_exact_groups(groups, self.selector, self.kv_heads)
+            except ValueError as error:
+                raise ValueError(f"layer {i}: {error}") from None
+            if groups and kind != "nsa":
+                raise ValueError(f"exact_groups names KV heads of layer {i}, which is {kind}: give it an empty list")
 
     def _check_block_sparse(self) -> None:
         if self.gate != "none":
@@ -284,17 +311,18 @@ class ModelConfig(BaseModel):
         selector = "" if self.selector == "compressed" else f", {self.selector} selector"
         return branches * left_out + selector
 
-    def spec(self, kind: str) -> AttentionSpec:
-        """The form of attention of layers of this kind."""
+    def spec(self, kind: str, layer: int | None = None) -> AttentionSpec:
+        """The form of attention of layers of this kind; with `layer`, also what only this one has."""
+        groups = None if layer is None or not self.exact_groups else self.exact_groups[layer]
         if kind == "dense":
             return DENSE
         if kind == "window":
             return window(self.nsa)
         if self.gate == "none":
-            return block_sparse(self.nsa, self.selector, self.dense_below)
+            return block_sparse(self.nsa, self.selector, self.dense_below, groups)
         return AttentionSpec(
             self.nsa, self.branches, self.gate, self.selector, self.compression, self.shared_kv,
-            self.compress_selected_keys,
+            self.compress_selected_keys, exact_groups=groups,
         )  # fmt: skip
 
     @property

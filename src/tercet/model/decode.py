@@ -24,8 +24,8 @@ from tercet.attention.dispatch import REQUESTED, cannot_run, without_autocast
 from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting
 from tercet.attention.layout import Span
 from tercet.attention.operator import Attended, AttentionInputs, attend
-from tercet.attention.reference import block_importance, combine, select, select_at
-from tercet.attention.selector import TokenScorer
+from tercet.attention.reference import block_importance, combine, compressed_weights, select, softmax
+from tercet.attention.selector import TokenScorer, choose_at
 from tercet.attention.spec import AttentionSpec
 from tercet.attention.tiling import compute_dtype
 from tercet.model.cache import Cache, HostLengths, NewTokens
@@ -64,6 +64,8 @@ def why_not_token_kernels(layer: Any, cache: Cache) -> str | None:
         return f"the cache is on {cache.device} and the kernels need a CUDA device"
     if not layer.phi_is_plain():
         return "the linear layers of φ have hooks or adapters, and the kernels only read weights"
+    if layer.spec.exact_groups is not None:
+        return "the decode kernels choose blocks for all KV heads in the same way, and exact_groups is set"
     from tercet.attention.kernels import decode
 
     config = None if layer.spec.dense else layer.config
@@ -273,7 +275,7 @@ def attend_tokens(
         if spec.selects:
             assert keys.selected is not None
             if scorer is not None:
-                block_indices = select_at(scorer.queries[:, part], scorer.keys, at, config, scorer.kind)
+                block_indices = choose_at(scorer, part, at, config)
             assert block_indices is not None
             outs["selected"], read = _selected(rows, at, block_indices, *keys.selected, config)
             reads.append(read)
@@ -286,18 +288,6 @@ def attend_tokens(
         return out, torch.stack(reads).sum(0)
 
     return in_chunks(run, q, groups, max(per_query))
-
-
-def compressed_weights(rows: Tensor, k: Tensor, t: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """Weights, fp64 [B, G, C, h, S] as in `tiled_attention`, of scaled queries [B, C, G, h, D] at positions t [B, C]
-    for compressed keys k, and which keys they see [B, C, S]."""
-    i = torch.arange(k.shape[1], device=rows.device)
-    if not k.shape[1]:
-        p = rows.new_zeros(rows.shape[0], rows.shape[2], rows.shape[1], rows.shape[3], 0, dtype=torch.float64)
-        return p, torch.zeros(*t.shape, 0, dtype=torch.bool, device=rows.device)
-    visible = i * config.compress_stride + config.compress_block <= t[..., None] + 1
-    s = torch.einsum("bcghd,bsgd->bgchs", rows, k.to(rows.dtype))
-    return softmax(s.double(), visible[:, None, :, None]), visible
 
 
 def _selected(
@@ -400,12 +390,3 @@ def query_chunks(width: int, per_query: int) -> Iterator[slice]:
     chunk = max(1, _CHUNK_NUMBERS // per_query)
     for first in range(0, width, chunk):
         yield slice(first, min(first + chunk, width))
-
-
-def softmax(s: Tensor, visible: Tensor) -> Tensor:
-    """Over visible keys; all 0 where there are none."""
-    s = s.masked_fill(~visible, -torch.inf)
-    highest = s.amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min)
-    p = (s - highest).exp()
-    total = p.sum(-1, keepdim=True)
-    return p / torch.where(total > 0, total, 1)

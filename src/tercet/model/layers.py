@@ -44,6 +44,7 @@ class NativeSparseAttention(_Layer):
     selector     what chooses the blocks: "compressed" (the compressed branch, as in the paper), "own" (the selected
                  branch's queries and keys) or "learned" (a query and a key of `selector_dim` channels per token and KV
                  head, of which RoPE rotates the first `selector_rotary`, half of them by default)
+    exact_groups with selector="own": the KV heads that choose by it; the others choose by the means of their blocks
     branches     omit branches. Without the compressed one, and with a selector other than "compressed", the layer has
                  no keys, values and φ for compressed tokens
     rope_theta, rope_scaling, rope_max_wavelength  RoPE base, a divisor for all positions, and the longest wavelength
@@ -69,10 +70,13 @@ class NativeSparseAttention(_Layer):
         compress_selected_keys: bool = False,
         branches: tuple[str, ...] = BRANCHES,
         selector: str = "compressed",
+        exact_groups: tuple[int, ...] | None = None,
         **options: Any,
     ) -> None:
         blocks = NSAConfig() if config is None else config
-        spec = AttentionSpec(blocks, branches, gate, selector, compression, shared_kv, compress_selected_keys)
+        spec = AttentionSpec(
+            blocks, branches, gate, selector, compression, shared_kv, compress_selected_keys, exact_groups=exact_groups
+        )
         super().__init__(dim, heads, kv_heads, head_dim, value_dim, spec, **options)
 
 
@@ -96,9 +100,10 @@ class BlockSparseAttention(_Layer):
         *,
         dense_below: int = 0,
         selector: str = "compressed",
+        exact_groups: tuple[int, ...] | None = None,
         **options: Any,
     ) -> None:
-        spec = block_sparse(NSAConfig() if config is None else config, selector, dense_below)
+        spec = block_sparse(NSAConfig() if config is None else config, selector, dense_below, exact_groups)
         super().__init__(dim, heads, kv_heads, head_dim, value_dim, spec, **_without(options, selects=True))
 
 

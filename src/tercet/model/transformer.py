@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tercet.attention.checks import check_max_seqlen, make_packing
 from tercet.attention.layout import Packing
 from tercet.model.attention import Attention, check_lengths_have_cache
-from tercet.model.config import AttentionKind, ModelConfig
+from tercet.model.config import ModelConfig
 from tercet.model.ffn import SwiGLU
 from tercet.model.layers import BlockSparseAttention, DenseAttention, NativeSparseAttention, WindowAttention
 from tercet.model.loss import cross_entropy
@@ -32,10 +32,10 @@ MEASURED_QUERIES = 8
 class Block(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)). The unit of compilation, sharding and activation checkpointing."""
 
-    def __init__(self, config: ModelConfig, kind: AttentionKind) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = _build_attention(config, kind)
+        self.attention = _build_attention(config, layer)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn = SwiGLU(config.dim, config.ffn_dim, config.backend)
         # Nothing but a selector learns: gradients pass through the residual stream only, to reach the blocks below.
@@ -69,7 +69,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config, kind) for kind in config.attention_kinds)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.rotary = Rotary(
             config.head_dim, config.rope_theta, config.rope_scaling, config.rope_max_wavelength, config.rope
@@ -148,6 +148,8 @@ class Transformer(nn.Module):
         nsa = self.config.nsa
         packing = make_packing(cu_seqlens, tokens, nsa, max_seqlen=max_seqlen)
         packings = [packing]
+        if self.config.exact_groups:
+            packings.append(packing.with_sizes(self.config.spec("nsa").means))
         if nsa.selected_tokens < self.config.dense_below < packing.max_seqlen:
             packings.append(packing.first_tokens(self.config.dense_below)[1])  # once for all layers
         if self.compiled:
@@ -205,10 +207,12 @@ _LAYER_OPTIONS = (
 )  # fmt: skip
 
 
-def _build_attention(config: ModelConfig, kind: AttentionKind) -> Attention:
+def _build_attention(config: ModelConfig, layer: int) -> Attention:
+    kind = config.attention_kinds[layer]
     sparse = BlockSparseAttention if config.gate == "none" else NativeSparseAttention
     build: Any = {"nsa": sparse, "dense": DenseAttention, "window": WindowAttention}[kind]
     options = {name: getattr(config, name) for name in _LAYER_OPTIONS}
+    options["exact_groups"] = config.spec(kind, layer).exact_groups
     if config.gate == "none":
         options["dense_below"] = config.dense_below
     sizes = (config.dim, config.heads, config.kv_heads, config.head_dim, config.value_dim, config.nsa)

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from tercet.attention.config import NSAConfig
 from tercet.attention.dispatch import Route
 from tercet.attention.layout import Packing, Span
-from tercet.attention.operator import Attended, AttentionInputs, attend, select_by_keys
-from tercet.attention.selector import TokenScorer, choose_blocks, own_scorer
+from tercet.attention.operator import Attended, AttentionInputs, attend
+from tercet.attention.selector import TokenScorer, choose_blocks, own_scorer, select_by_keys
 from tercet.attention.spec import TOKEN_SCORERS
 from tercet.model.attention import Attention
 from tercet.model.compression import mean_keys
@@ -256,14 +256,14 @@ def _choose_blocks(
     if layer.selector is not None:
         scorer = TokenScorer(*layer.selector(x, shard.position))
     else:
-        scorer = own_scorer(q, k, layer.score_channels)
-    keys = shard.fetch("selected")(scorer.keys[0])[None]
+        scorer = own_scorer(q, k, layer.score_channels, layer.spec)
+    scorer = scorer.with_keys(shard.fetch("selected"))
     found = []
     for chunk in shard.chunks:
         tokens = chunk.ranges["selected"]
-        here = scorer._replace(queries=scorer.queries[:, chunk.rows], keys=keys[:, tokens.rows])
-        found.append(choose_blocks(*here, span=Span(chunk.first, tokens.first), **_options(layer, shard)))
-    return found, keys
+        here = scorer.of_rows(chunk.rows, tokens.rows)
+        found.append(choose_blocks(here, span=Span(chunk.first, tokens.first), **_options(layer, shard)))
+    return found, scorer.keys
 
 
 def _with_selector_loss(

@@ -98,9 +98,6 @@ class Observer:
             if self._rank == 0:
                 with full_disk_allowed():
                     memory.write_dtypes(self._folder, self._model, self._optimizer, self._compute, self._gradients)
-        every = self._config.health.memory_every
-        if every and step % every == 0:
-            self._snapshot(f"step{step}", step)
 
     def add_excluded(self, what: str, seconds: float) -> None:
         """Record time of the interval that was not training: checkpoint or validation."""

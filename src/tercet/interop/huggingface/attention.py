@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
@@ -19,8 +20,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.layout import Packing, RowMap, Span, move_rows
-from tercet.attention.operator import AttentionInputs, attend, pool_keys
-from tercet.attention.selector import TokenScorer, own_scorer, slow_channels
+from tercet.attention.operator import AttentionInputs, attend
+from tercet.attention.selector import TokenScorer, own_scorer, pool_keys, slow_channels
 from tercet.attention.spec import AttentionSpec, block_sparse
 from tercet.errors import UsageError
 from tercet.interop.huggingface.dense_weights import FAMILIES
@@ -47,7 +48,12 @@ class UnsupportedError(UsageError):
 
 
 def use_block_sparse(
-    model: PreTrainedModel, config: NSAConfig | None = None, *, dense_below: int = 0, scorer: str = "own"
+    model: PreTrainedModel,
+    config: NSAConfig | None = None,
+    *,
+    dense_below: int = 0,
+    scorer: str = "own",
+    exact_groups: Sequence[Sequence[int]] = (),
 ) -> None:
     """Let a Llama, Mistral, Qwen2 or Qwen3 of transformers read long contexts block by block (docs/huggingface.md).
 
@@ -57,6 +63,8 @@ def use_block_sparse(
     config       block sizes; `window` has no effect
     dense_below  queries at positions below this read everything, as in the dense model
     scorer       what chooses the blocks: "own" (the model's own queries and keys) or "compressed" (means of keys)
+    exact_groups with "own": the KV heads of each layer that choose by it, such as [[0, 1], [], [1]]; the others choose
+                 by means of keys. Empty: all choose by it
     """
     config = NSAConfig() if config is None else config
     if scorer not in ("own", "compressed"):
@@ -64,6 +72,9 @@ def use_block_sparse(
     block_sparse(config, scorer, dense_below)  # which checks them
     settings = {**_BLOCK_SPARSE, "nsa": asdict(config), "dense_below": dense_below, "selector": scorer}
     check_model(model.config)
+    if exact_groups:
+        settings["exact_groups"] = [list(groups) for groups in exact_groups]
+        read_settings(model.config, settings)
     model.config.tercet = settings
     model.set_attn_implementation(NAME)
 
@@ -84,12 +95,18 @@ def check_model(config: PretrainedConfig) -> None:
 class Settings(NamedTuple):
     spec: AttentionSpec
     dense_layers: frozenset[int]
+    exact_groups: tuple[tuple[int, ...], ...]
 
 
-def read_settings(config: PretrainedConfig) -> Settings:
+def read_settings(config: PretrainedConfig, settings: dict[str, Any] | None = None) -> Settings:
     """The settings in a model's configuration, as `use_block_sparse` or `tercet export hf --format llama` left them."""
+    settings = settings or getattr(config, "tercet", None) or _BLOCK_SPARSE
+    if settings.get("exact_groups"):  # which are checked against the sizes of the model
+        heads = config.num_attention_heads
+        sizes = {"layers": config.num_hidden_layers, "heads": heads}
+        settings = {**sizes, "kv_heads": getattr(config, "num_key_value_heads", heads), **settings}
     try:
-        model = ModelConfig.model_validate(getattr(config, "tercet", None) or _BLOCK_SPARSE)
+        model = ModelConfig.model_validate(settings)
     except ValidationError as error:
         raise UnsupportedError(f"config.json: {first_problem(error, 'tercet')}") from None
     kinds = model.attention_kinds
@@ -103,7 +120,7 @@ def read_settings(config: PretrainedConfig) -> Settings:
             "its weights are not in the model; to choose by its own queries and keys, call use_block_sparse(model, …)",
         )
     dense = frozenset(i for i, kind in enumerate(kinds) if kind == "dense")
-    return Settings(block_sparse(model.nsa, model.selector, model.dense_below), dense)
+    return Settings(block_sparse(model.nsa, model.selector, model.dense_below), dense, model.exact_groups)
 
 
 def _unsupported(what: str, fix: str) -> UnsupportedError:
@@ -334,7 +351,9 @@ def layer_attention(
     if torch.is_autocast_enabled(q.device.type):
         # RoPE of bf16 projections returns float32; as in PyTorch's attention, autocast decides
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    spec, dense_layers = attention_mask.settings
+    spec, dense_layers, exact_groups = attention_mask.settings
+    if exact_groups:
+        spec = replace(spec, exact_groups=exact_groups[module.layer_idx])  # type: ignore[index]
     if module.layer_idx in dense_layers:
         spec = replace(spec, dense_below=sys.maxsize)
     if k.shape[1] > q.shape[1]:
@@ -371,7 +390,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **options: Any
 
 
 def _scorer(q: Tensor, k: Tensor, spec: AttentionSpec) -> TokenScorer | None:
-    return own_scorer(q, k, slow_channels(q.shape[-1], q.device)) if spec.scorer == "own" else None
+    return own_scorer(q, k, slow_channels(q.shape[-1], q.device), spec) if spec.scorer == "own" else None
 
 
 def _continue(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, positions: Positions | None) -> Tensor:

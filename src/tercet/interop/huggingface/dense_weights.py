@@ -237,9 +237,9 @@ def convert(
     """The state of a Transformer, in its order, from a checkpoint that `check_weights` accepted. Holds one block at a
     time; what neither the checkpoint nor `selectors` has is newly initialized."""
     yield "embedding.weight", weights["model.embed_tokens.weight"]
-    for i, kind in enumerate(config.attention_kinds):
+    for i in range(config.layers):
         with torch.no_grad():
-            block = Block(config, kind)
+            block = Block(config, i)
             block.init_weights(config.init_std, config.init_std / (2 * config.layers) ** 0.5)
             state = {f"blocks.{i}.{name}": tensor for name, tensor in block.state_dict().items()}
             for name, tensor in state.items():
