@@ -33,7 +33,7 @@ from tercet.config.load import ConfigError, load
 from tercet.data import loader, stream
 from tercet.data.stream import DataError
 from tercet.report.read import read_run
-from tercet.report.record import record_gaps
+from tercet.report.verdict import record_gaps
 from tercet.train.manifest import complete_checkpoints, step_of
 from tercet.train.trainer import train
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from tercet.report import read
-from tercet.report.gates import Thresholds
+from tercet.report.gates import Thresholds, checkpoint_gate, data_gate, memory_gate
 from tercet.report.plots import step_series
 from tercet.report.read import RankLog, Run
-from tercet.report.training_gates import checkpoint_gate, data_gate, memory_gate
 from tercet.telemetry.events import (
     Event,
     LayersObserved,

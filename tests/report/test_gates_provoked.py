@@ -12,9 +12,8 @@ import torch
 
 import tercet.train.step as step_module
 from tercet.report.attention_gates import selection_gate
-from tercet.report.gates import Thresholds
+from tercet.report.gates import Thresholds, checkpoint_gate, data_gate, numerics_gate, stability_gate
 from tercet.report.read import read_run
-from tercet.report.training_gates import checkpoint_gate, data_gate, numerics_gate, stability_gate
 from tercet.report.verdict import judge
 from tercet.telemetry.events import (
     CheckpointFailed,

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from tercet.errors import UsageError
-from tercet.report import render, side_by_side
+from tercet.report import pages
 from tercet.report.commands import report
-from tercet.report.facts import collect_facts
-from tercet.report.figure import _VARIABLES
-from tercet.report.plots import loss_axis_limits, loss_plot, smoothed_losses
+from tercet.report.facts import key_figures
+from tercet.report.plots import VARIABLES, loss_axis_limits, loss_plot, smoothed_losses
 from tercet.report.read import read_run
 from tercet.telemetry.sinks import summarise
 from watched import copy, dense_baseline, each, gate, verdict
@@ -41,12 +40,12 @@ class Tags(HTMLParser):
 @pytest.fixture
 def no_plots(monkeypatch):
     """Pages without plots: drawing is slow."""
-    monkeypatch.setattr(render, "all_plots", lambda *_: [])
+    monkeypatch.setattr(pages, "all_plots", lambda *_: [])
 
 
 @pytest.fixture(scope="module")
 def page(healthy):
-    return render.html_page(healthy, verdict(healthy))
+    return pages.html_page(healthy, verdict(healthy))
 
 
 def test_the_page_loads_nothing_external(page):
@@ -69,7 +68,7 @@ def test_every_internal_link_has_a_target(page):
 
 def test_plots_take_their_colours_from_the_page(page):
     assert page.count("<svg") == 9
-    assert not [c for c in _VARIABLES if c in page]
+    assert not [c for c in VARIABLES if c in page]
     assert "prefers-color-scheme: dark" in page
 
 
@@ -94,19 +93,19 @@ def test_all_text_of_a_run_is_escaped(healthy, tmp_path, no_plots):
         (found.folder / file).write_text(json.dumps({key: NASTY}))
     found = read_run(found.folder)
     judged = verdict(found)
-    page = render.html_page(found, judged)
+    page = pages.html_page(found, judged)
     parsed = Tags(page)
     assert not [t for t, _ in parsed.tags if t == "script"]
     assert not [a for t, a in parsed.tags if t == "img"]
     assert parsed.text.count('<script>alert("x")</script>') >= 4  # shown as text
-    assert "<script>" not in render.markdown(found, judged)
+    assert "<script>" not in pages.markdown(found, judged)
 
 
 def test_a_loss_on_the_page_names_its_steps(healthy):
     losses = [x for e in healthy.steps for x in e.losses]
     assert len(losses) == 60
     first, last = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
-    (figure,) = [f for f in collect_facts(healthy, ()).figures if f.name == "training loss"]
+    (figure,) = [f for f in key_figures(healthy) if f.name == "training loss"]
     note = f"mean of the last 5 steps; {losses[-1]:.4f} in the last, {losses[0]:.4f} in the first"
     assert (figure.value, figure.note) == (f"{last:.4f}", note)
     assert smoothed_losses(healthy)[-1] == (60, pytest.approx(last))  # the line on the plot ends there
@@ -122,24 +121,24 @@ def test_a_loss_on_the_page_names_its_steps(healthy):
 def test_failures_are_listed_at_the_top_with_their_fix(healthy, tmp_path, no_plots):
     found = copy(healthy, tmp_path / "run", lambda lines: lines.pop())
     judged = verdict(found)
-    text = Tags(render.html_page(found, judged)).text
+    text = Tags(pages.html_page(found, judged)).text
     assert judged.reasons("NO-GO")
     for reason, fix, names in judged.reasons("NO-GO"):
         assert "stability" in names
         assert text.lower().index(reason.lower()) < text.index("Not tested, and how to test it")
         assert fix in text
-        assert render.escape(fix) in render.markdown(found, judged)
+        assert pages.escape(fix) in pages.markdown(found, judged)
     assert "died after step" in text
-    assert "Failed, and how to fix it" not in Tags(render.html_page(healthy, verdict(healthy))).text
+    assert "Failed, and how to fix it" not in Tags(pages.html_page(healthy, verdict(healthy))).text
 
 
 def test_a_dense_baseline_is_shown_with_its_run(healthy, tmp_path):
     worse = each("validation", loss=lambda loss: 1.25 * loss)
     slower = each("step", tokens_per_s=lambda speed: speed / 2)
     dense = dense_baseline(healthy, tmp_path / "dense", worse, slower)
-    figures = {f.name: f.value for f in collect_facts(healthy, (), dense).figures}
+    figures = {f.name: f.value for f in key_figures(healthy, dense)}
     assert (figures["speed vs dense"], figures["loss vs dense"]) == ("2.00×", "-20.00%")
-    assert "loss vs dense" not in {f.name for f in collect_facts(healthy, (), healthy).figures}  # not its own baseline
+    assert "loss vs dense" not in {f.name for f in key_figures(healthy, healthy)}  # not its own baseline
     assert "dense baseline" in loss_plot(healthy, (), dense).svg
     assert "dense baseline" not in loss_plot(healthy, ()).svg
 
@@ -152,9 +151,9 @@ def test_only_the_initial_descent_is_cut_off():
     assert loss_axis_limits([rows], [early, late])[1] == pytest.approx(1.4 + 1.08 * 0.6)  # points stay visible
     baseline = [(i, y + 0.5, low + 0.5, high + 0.5) for i, y, low, high in rows]
     assert loss_axis_limits([rows, baseline])[1] == pytest.approx(1.4 + 1.08 * 0.7)
-    assert loss_axis_limits([falling + [(i, 1.5, 1.5, 1.5) for i in range(9, 400)]]) is None  # a flat line
+    assert loss_axis_limits([falling + [(i, 1.5, 1.5, 1.5) for i in range(9, 400)]]) == (None, None)  # a flat line
     rows[300] = (300, 4.0, 4.0, 4.9)
-    assert loss_axis_limits([rows]) is None  # a spike stays visible
+    assert loss_axis_limits([rows]) == (None, None)  # a spike stays visible
 
 
 @pytest.mark.parametrize(("was", "now"), [("seed = 1337", "seed = 3"), ("lr = 0.01", "lr = 0.02")])
@@ -163,7 +162,7 @@ def test_losses_of_differently_trained_runs_are_not_compared(healthy, tmp_path, 
     assert was in config.read_text()
     config.write_text(config.read_text().replace(was, now))
     baseline = read_run(config.parent)
-    figures = {f.name: f for f in collect_facts(healthy, (), baseline).figures}
+    figures = {f.name: f for f in key_figures(healthy, baseline)}
     assert figures["speed vs dense"].value == "1.00×"
     assert figures["loss vs dense"].value == "–"
     assert now.split()[0] in figures["loss vs dense"].note
@@ -179,8 +178,8 @@ def test_a_run_that_has_only_started_gets_a_page(healthy, tmp_path):
     found = copy(healthy, tmp_path / "run", only_started)
     judged = verdict(found)
     assert judged.verdict == "NO-GO"
-    assert "no steps were logged" in Tags(render.html_page(found, judged)).text
-    assert render.markdown(found, judged)
+    assert "no steps were logged" in Tags(pages.html_page(found, judged)).text
+    assert pages.markdown(found, judged)
 
 
 def test_the_command_writes_page_markdown_and_verdict(healthy, tmp_path, capsys):
@@ -235,20 +234,19 @@ def test_two_runs_are_compared_with_their_differences(healthy, tmp_path, no_plot
 
 
 def columns_of(runs):
-    pages = [run.folder / "report.html" for run in runs]
-    return side_by_side.columns(runs, [verdict(r) for r in runs], pages, runs[0].folder)
+    return pages.columns(runs, [verdict(r) for r in runs], [run.folder / "report.html" for run in runs])
 
 
 def test_every_run_of_a_comparison_is_compared_with_the_first(healthy, tmp_path):
     faster = each("step", tokens_per_s=lambda speed: 10 * speed)
     runs = [healthy, copy(healthy, tmp_path / "b", faster), copy(healthy, tmp_path / "c")]
-    rows = {row["name"]: row["cells"] for row in side_by_side._figure_rows(columns_of(runs))}
+    rows = {row["name"]: row["cells"] for row in pages.figure_rows(columns_of(runs))}
     assert [c["ratio"] for c in rows["tokens/s"]] == ["", "10.000×", "1.000×"]
     older = dataclasses.replace(healthy, config={k: v for k, v in healthy.config.items() if k != "data.separator"})
     unread = dataclasses.replace(healthy, config={})
-    assert side_by_side.loss_caution([*runs, older, unread]) == ""
+    assert pages.loss_caution([*runs, older, unread]) == ""
     exercises = dataclasses.replace(healthy, config={**healthy.config, "data.retrieval": 0.3})
-    assert "compare validation losses" in side_by_side.loss_caution([healthy, exercises])
+    assert "compare validation losses" in pages.loss_caution([healthy, exercises])
     same_name = copy(healthy, tmp_path / "elsewhere" / healthy.folder.name)
     assert len({c.label for c in columns_of([healthy, same_name])}) == 2
 
@@ -261,10 +259,10 @@ def test_losses_of_other_tokenizers_are_compared_per_byte(healthy, tmp_path):
 
     other = copy(healthy, tmp_path / "words", words)
     other = dataclasses.replace(other, config={**other.config, "data.tokenizer": "words.json"})
-    rows = {row["name"]: row["cells"] for row in side_by_side._figure_rows(columns_of([healthy, other]))}
+    rows = {row["name"]: row["cells"] for row in pages.figure_rows(columns_of([healthy, other]))}
     assert rows["validation loss (other tokens)"][1]["ratio"] == ""
     assert rows["bits per byte"][1]["ratio"] == "0.750×"
-    assert "data.tokenizer differs" in side_by_side.loss_caution([healthy, other])
+    assert "data.tokenizer differs" in pages.loss_caution([healthy, other])
 
 
 def test_a_run_is_not_compared_with_itself_under_any_path(healthy, tmp_path):

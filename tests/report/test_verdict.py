@@ -13,12 +13,9 @@ from tercet.config.keys import flatten
 from tercet.config.load import load, preset_names, write_config
 from tercet.errors import TercetError, UsageError
 from tercet.report.commands import _summary, report
-from tercet.report.gates import Thresholds
-from tercet.report.read import read_run
-from tercet.report.record import record_gaps
-from tercet.report.throughput import baseline_mismatch
-from tercet.report.training_gates import data_fix, memory_fix
-from tercet.report.verdict import judge
+from tercet.report.gates import Thresholds, data_fix, memory_fix
+from tercet.report.read import baseline_mismatch, read_run
+from tercet.report.verdict import judge, record_gaps
 from watched import FEW, copy, dense_baseline, each, gate, rules, run, verdict
 
 

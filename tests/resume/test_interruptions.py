@@ -32,7 +32,7 @@ from tercet.errors import TercetError
 from tercet.hints import program
 from tercet.parallel.launch import Launch
 from tercet.report.read import read_run
-from tercet.report.record import record_gaps
+from tercet.report.verdict import record_gaps
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import CheckpointFailed, Noted, RunEnded, RunStarted, Sampled, StepLogged, Validated
 from tercet.train import trainer, validate

@@ -20,7 +20,7 @@ from tercet.parallel.strategy import Single
 from tercet.report.facts import key_figures
 from tercet.report.plots import loss_plot
 from tercet.report.read import read_run
-from tercet.report.record import record_gaps
+from tercet.report.verdict import record_gaps
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import StageStarted, StepLogged, Validated
 from tercet.train.manifest import complete_checkpoints

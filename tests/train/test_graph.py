@@ -24,7 +24,7 @@ from tercet.model.attention import Attention
 from tercet.model.loss import IGNORED
 from tercet.model.transformer import Transformer
 from tercet.report.attention_gates import fallback_gate
-from tercet.report.facts import collect_facts
+from tercet.report.facts import notable_events
 from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
 from tercet.telemetry.event_log import events_file, read_events
@@ -485,7 +485,7 @@ def test_a_run_chooses_once_and_repeats_its_choice_on_resume(
     assert chosen.graph == graph_is_faster
     assert "1 × 128 tokens" in chosen.shape
     assert ("replay a CUDA graph" if graph_is_faster else "run eagerly") in chosen.sentence
-    assert chosen.sentence in {row["text"] for row in collect_facts(read_run(folder), []).notable_events}
+    assert chosen.sentence in {row["text"] for row in notable_events(read_run(folder), [])}
     clock.device = clock.queue = 208e-3 - clock.device  # a new measurement would choose the other way
     resumed = tmp_path / "resumed"
     waits = clock.waits

@@ -1,4 +1,4 @@
-"""The gates of sparse attention: routing, fallbacks, selection health."""
+"""The gates of sparse attention: throughput against dense attention, routing, fallbacks, selection health."""
 
 from __future__ import annotations
 
@@ -7,18 +7,101 @@ import math
 import statistics
 from collections import Counter
 
+from tercet import hints
 from tercet.attention.config import BRANCHES, NoChoice, NSAConfig, nothing_to_choose
-from tercet.report.gates import NOT_ON_CPU, ON_CPU, Gate, GateBuilder, Thresholds
-from tercet.report.read import Run, with_defaults
+from tercet.report.gates import Gate, GateBuilder, Thresholds
+from tercet.report.read import Run, baseline_mismatch, with_defaults
 from tercet.telemetry.events import GraphCaptureFailed, HealthFired, LayersObserved, SelectorsObserved
 from tercet.telemetry.health import FIXES
 from tercet.telemetry.units import plural
 
+ON_CPU, NOT_ON_CPU = "ran on a CPU, where no GPU kernels run", "train on a GPU"
+STATE_A_TARGET = "state a target: --target-tokens-per-s, or --min-dense-ratio with a --baseline"
 _REQUESTED = "asked for"  # as in attention.dispatch, which imports torch
 # Share of what can be gained over a random choice that counts as learned.
 _LEARNED = 0.05
 # If the best choice captures hardly more attention than a random one, (nearly) all blocks are read: nothing to learn.
 _NO_CHOICE = 1e-3
+
+
+def throughput_gate(run: Run, baseline: Run | None, findings: list[HealthFired], limits: Thresholds) -> Gate:
+    """As fast as the dense baseline on the same device, or as a stated target."""
+    target = limits.tokens_per_s
+    threshold = f"at least {limits.dense_ratio:g}× dense tokens/s on the same device"
+    if target is not None:
+        threshold = f"at least {target:,.0f} tokens/s, the stated target"
+    gate = GateBuilder("throughput", f"{threshold}, and no lasting drop", "throughput")
+    speed, exempt = run.tokens_per_s, _why_dense_may_be_faster(run, limits)
+    if speed is None:
+        gate.not_tested("fewer than two log intervals, and the first is warm-up", "train longer")
+        if exempt:
+            gate.not_applicable(exempt, STATE_A_TARGET)
+        return gate.build()
+    gate.add_evidence("tokens/s", f"{speed:,.0f} (median)")
+    drops = [f for f in findings if f.rule == "throughput_drop"]
+    if drops and not run.on_gpu and target is None:
+        gate.add_evidence("drops", f"{len(drops)}, not judged: other programs share the CPU")
+    elif drops:
+        worst = min(drops, key=lambda f: f.value / f.threshold)
+        count = f" (worst of {len(drops)} drops)" if len(drops) > 1 else ""
+        gate.fail(f"throughput dropped: {worst.sentence}{count}", FIXES["throughput_drop"])
+    compared = ""
+    if target is not None:
+        compared = f", target {target:,.0f}"
+        if speed < target:
+            gate.fail(f"{speed:,.0f} tokens/s, below the target of {target:,.0f}", "profile it: --profile.steps A:B")
+    elif exempt and (baseline is None or baseline.tokens_per_s is None):
+        gate.not_applicable(exempt, STATE_A_TARGET)
+    elif baseline is None:
+        gate.not_tested("no dense baseline and no target to compare with", dense_baseline_command(run))
+    elif mismatch := baseline_mismatch(run, baseline):
+        gate.add_evidence("dense twin", f"none: {mismatch} ({baseline.folder.name})")
+        gate.not_tested(f"{baseline.folder.name} is not a dense baseline: {mismatch}", dense_baseline_command(run))
+    elif baseline.tokens_per_s is None:
+        gate.not_tested("the dense baseline has too few log intervals", "train the baseline longer")
+    else:
+        ratio = speed / baseline.tokens_per_s
+        compared = f", {ratio:.2f}× dense"
+        told = f"{baseline.tokens_per_s:,.0f} tokens/s, ratio {ratio:.2f} ({baseline.folder.name})"
+        gate.add_evidence("dense twin", told)
+        if slow := _slow_routes(baseline):
+            unfair = f"the dense baseline ran on {slow}, so the comparison is not fair"
+            gate.not_tested(unfair, "fix that and train it again")
+        if ratio < limits.dense_ratio and exempt:
+            gate.not_applicable(f"{ratio:.2f}× dense, but {exempt}", STATE_A_TARGET)
+        elif ratio < limits.dense_ratio:
+            gate.fail(
+                f"{ratio:.2f}× dense, below {limits.dense_ratio:g}×",
+                "dense may be the better choice at this sequence length (see tercet plan); otherwise profile it",
+            )
+    return gate.build(f"{speed:,.0f} tokens/s{compared}", run, limits)
+
+
+def _why_dense_may_be_faster(run: Run, limits: Thresholds) -> str:
+    """Why nobody expects this run to be as fast as dense; empty if it must be. A stated target or ratio must be met."""
+    if limits.tokens_per_s is not None or limits.dense_ratio != Thresholds.dense_ratio:
+        return ""
+    if set(run.attention) == {"dense"}:
+        return "this run is dense itself"
+    if not run.on_gpu:
+        return ON_CPU
+    seq_len = run.stages[-1].seq_len if run.stages else run.config.get("data.seq_len")
+    if isinstance(seq_len, int) and seq_len < limits.dense_length:
+        return f"at {seq_len:,} tokens dense is usually as fast or faster; compare from {limits.dense_length:,} on"
+    return ""
+
+
+def _slow_routes(baseline: Run) -> str:
+    """The routes of a dense baseline that are not the fastest for dense attention; empty if all are."""
+    if not baseline.route_counts:
+        return "unknown backends (no pass was counted)"
+    return ", ".join(sorted({f"{route} ({reason})" for _, _, route, reason in baseline.slow_routes}))
+
+
+def dense_baseline_command(run: Run) -> str:
+    """How to train the dense baseline of a run and compare the two."""
+    preset = next((o.removeprefix("preset ") for o in run.origins.values() if o.startswith("preset ")), None)
+    return hints.train_dense_baseline(run.folder, preset)
 
 
 def routing_gate(run: Run, limits: Thresholds) -> Gate:
@@ -36,9 +119,9 @@ def routing_gate(run: Run, limits: Thresholds) -> Gate:
     seen = {layer for layer, *_ in counts}
     missing = [i for i in range(len(run.attention)) if i not in seen]
     if not run.attention:
-        gate.not_tested("the number of layers is unknown", "")
+        gate.not_tested("the number of layers is unknown")
     elif missing:
-        gate.not_tested(f"no pass was counted for layers {', '.join(map(str, missing))}", "")
+        gate.not_tested(f"no pass was counted for layers {', '.join(map(str, missing))}")
     if not run.on_gpu:
         gate.not_applicable(ON_CPU, NOT_ON_CPU)
         return gate.build()
@@ -46,9 +129,8 @@ def routing_gate(run: Run, limits: Thresholds) -> Gate:
     for layer, branch, route, reason in slow[:3]:
         gate.fail(f"layer {layer} ran its {branch} branch on {route} ({reason})", _route_fix(reason))
     if len(slow) > 3:
-        gate.fail(f"and {len(slow) - 3} more", "")
-    gate.require_steps(run, limits)
-    return gate.build(f"{plural(len(seen), 'layer')}, all branches on their kernels")
+        gate.fail(f"and {len(slow) - 3} more")
+    return gate.build(f"{plural(len(seen), 'layer')}, all branches on their kernels", run, limits)
 
 
 def fallback_gate(run: Run, limits: Thresholds) -> Gate:
@@ -70,8 +152,7 @@ def fallback_gate(run: Run, limits: Thresholds) -> Gate:
         gate.fail(f"{calls:,} passes fell back: {reason}", _route_fix(reason))
     if not run.on_gpu:
         gate.not_applicable(ON_CPU, NOT_ON_CPU)
-    gate.require_steps(run, limits)
-    return gate.build(f"none in {total:,} passes")
+    return gate.build(f"none in {total:,} passes", run, limits)
 
 
 def _route_fix(reason: str) -> str:
@@ -84,10 +165,11 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     Layers specialise: in a well-trained model the first layer may read only its window. So a share of the layers may
     have a collapsed gate or a dead branch. A stuck selection always fails.
     """
+    allowed = f"{limits.lone_branch_layers:.0%} of the layers"
     gate = GateBuilder(
         "selection health",
-        f"a collapsed gate or dead branch in at most {limits.lone_branch_layers:.0%} of the layers, no stuck "
-        f"selection; statistics of all layers in at least {limits.readings} steps",
+        f"a collapsed gate or dead branch in at most {allowed}, no stuck selection; statistics of all layers in at "
+        f"least {limits.readings} steps",
         "gates",
     )
     sparse = [i for i, kind in enumerate(run.attention) if kind == "nsa"]
@@ -121,12 +203,17 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     if len(samples) < limits.readings:
         sampled = f"statistics of all layers in {plural(len(samples), 'step')}, at least {limits.readings} needed"
         gate.not_tested(sampled, "train longer")
-    gate.require_steps(run, limits)
     if not gated:
-        return gate.build(f"no stuck selection in {plural(len(sparse), 'layer')}")
-    named = sorted(i for i in affected if i is not None)
-    healthy = _healthy_layers(named, len(sparse), no_choice is None, limits)
-    return gate.build(f"{healthy}; nothing to choose: {no_choice.reason}" if no_choice else healthy)
+        passed = f"no stuck selection in {plural(len(sparse), 'layer')}"
+    else:
+        named = sorted(i for i in affected if i is not None)
+        passed = f"all {plural(len(sparse), 'layer')} use all branches"
+        if named:
+            names = f"layer {named[0]} does" if len(named) == 1 else f"layers {', '.join(map(str, named))} do"
+            using = f"{len(sparse) - len(named)} of {len(sparse)} layers use all branches"
+            passed = f"{using}, {names} not (allowed in {allowed})"
+        passed += f"; nothing to choose: {no_choice.reason}" if no_choice else "; no stuck selection"
+    return gate.build(passed, run, limits)
 
 
 def _no_choice(run: Run) -> NoChoice | None:
@@ -153,20 +240,16 @@ def _judge_selectors(run: Run, gate: GateBuilder, limits: Thresholds) -> None:
         [statistics.fmean(values) for values in zip(*(getattr(e, name) for e in samples), strict=True)]
         for name in ("mass", "best", "random")
     )
-    learned = None not in samples[-1].kl
-    gate.add_evidence(
-        "attention captured",
-        f"{min(mass):.0%} to {max(mass):.0%} across layers; at random {min(random):.0%} to {max(random):.0%}, at best "
-        f"{min(best):.0%} to {max(best):.0%}",
-    )
+    of_layers = [f"{min(shares):.0%} to {max(shares):.0%}" for shares in (mass, random, best)]
+    gate.add_evidence("attention captured", "{} across layers; at random {}, at best {}".format(*of_layers))
     lost = [
-        layer
+        str(layer)
         for layer, m, b, r in zip(layers, mass, best, random, strict=True)
         if b - r > _NO_CHOICE and m - r <= _LEARNED * (b - r)
     ]
-    if lost and learned and run.step >= limits.min_steps:
+    if lost and None not in samples[-1].kl and run.step >= limits.min_steps:
         gate.fail(
-            f"the learned selectors of layers {', '.join(map(str, lost))} are no better than a random choice",
+            f"the learned selectors of layers {', '.join(lost)} are no better than a random choice",
             "raise train.selector.lr, or lower train.selector.every",
         )
 
@@ -178,23 +261,14 @@ def _has_layer(event: LayersObserved, layer: int, gated: bool) -> bool:
 
 
 def _add_layer_evidence(event: LayersObserved, sparse: list[int], gate: GateBuilder, gated: bool) -> None:
+    def of_layers(name: str) -> list[float]:
+        values = getattr(event, name)
+        return [100 * values[i] for i in sparse if i < len(values) and values[i] is not None]
+
     if gated:
         for branch in BRANCHES:
-            values = getattr(event, f"gate_share_{branch}")
-            if shares := [values[i] for i in sparse if i < len(values) and values[i] is not None]:
-                low, high = 100 * min(shares), 100 * max(shares)
-                gate.add_evidence(f"{branch} share", f"{low:.1f}% to {high:.1f}% across layers")
-        collapsed = max(event.gate_collapse[i] or 0 for i in sparse)
-        gate.add_evidence("collapsed", f"at most {100 * collapsed:.1f}% of tokens and heads")
-    forced = [f for i in sparse if (f := event.selected_forced[i]) is not None]
-    if forced:
-        gate.add_evidence("forced blocks", f"{100 * max(forced):.1f}% of the selected blocks")
-
-
-def _healthy_layers(affected: list[int], layers: int, choose: bool, limits: Thresholds) -> str:
-    no_stuck = "; no stuck selection" * choose
-    if not affected:
-        return f"all {plural(layers, 'layer')} use all branches{no_stuck}"
-    names = f"layer {affected[0]} does" if len(affected) == 1 else f"layers {', '.join(map(str, affected))} do"
-    allowed = f"allowed in {limits.lone_branch_layers:.0%} of the layers"
-    return f"{layers - len(affected)} of {layers} layers use all branches, {names} not ({allowed}){no_stuck}"
+            if shares := of_layers(f"gate_share_{branch}"):
+                gate.add_evidence(f"{branch} share", f"{min(shares):.1f}% to {max(shares):.1f}% across layers")
+        gate.add_evidence("collapsed", f"at most {max(of_layers('gate_collapse')):.1f}% of tokens and heads")
+    if forced := of_layers("selected_forced"):
+        gate.add_evidence("forced blocks", f"{max(forced):.1f}% of the selected blocks")

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 from tercet.atomic_io import check_writable_folder
 from tercet.errors import TercetError, UsageError
 from tercet.parse import one_line_errors
-from tercet.report import render, side_by_side
-from tercet.report.facts import clock_time
+from tercet.report import pages
 from tercet.report.gates import GO, NO_GO, NOT_TESTED, Thresholds
-from tercet.report.read import Run, read_run
-from tercet.report.throughput import baseline_mismatch
+from tercet.report.read import baseline_mismatch, read_run
 from tercet.report.verdict import Verdict, judge
 from tercet.terminal import printable
 
@@ -60,19 +57,21 @@ def report(
     for folder in folders:
         check_writable_folder("the report folder", folder)
     given_baseline = read_run(baseline) if baseline is not None else None
-    verdicts, pages = [], []
+    verdicts, paths = [], []
     for run, folder in zip(loaded, folders, strict=True):
-        dense = given_baseline or _find_baseline(run, loaded)
+        others = (other for other in loaded if other is not run and not baseline_mismatch(run, other))
+        dense = given_baseline or next(others, None)
         print(printable(f"{run.name} ({run.folder})"), flush=True)
         with one_line_errors(TercetError, f"{run.folder} has damaged records: restore them, or leave this run out"):
             verdict = judge(run, dense, limits)
-            pages.append(render.write_report(run, verdict, folder, dense))
+            paths.append(pages.write_report(run, verdict, folder, dense))
             verdicts.append(verdict)
-            print(printable(_summary(verdict, pages[-1])))
+            print(printable(_summary(verdict, paths[-1])))
             if require_go and verdict.verdict == NOT_TESTED:
                 print(printable(verdict.why_not_go()))
     if len(loaded) > 1:
-        _write_comparison(loaded, verdicts, pages, out)
+        page, figures = pages.write_comparison(pages.columns(loaded, verdicts, paths), out)
+        print(printable(f"{figures}\ncomparison: {page}"))
     accepted = (GO,) if require_go else (GO, NOT_TESTED)
     codes = [0 if v.verdict in accepted else v.exit_code for v in verdicts]
     return max(codes, key=(0, 4, 3).index)
@@ -104,24 +103,6 @@ def _check_distinct(runs: list[Path], baseline: Path | None) -> None:
             f"--baseline {baseline} is also one of the runs to judge: give the run's dense baseline, or give both as "
             "runs without --baseline to have it detected"
         )
-
-
-def _find_baseline(run: Run, runs: list[Run]) -> Run | None:
-    return next((other for other in runs if other is not run and not baseline_mismatch(run, other)), None)
-
-
-def _write_comparison(runs: list[Run], verdicts: list[Verdict], pages: list[Path], out: Path) -> None:
-    columns = side_by_side.columns(runs, verdicts, pages, out)
-    page = side_by_side.comparison_page(columns, clock_time(runs[0].read_at))
-    singles = [render.markdown(r, v) for r, v in zip(runs, verdicts, strict=True)]
-    text = "\n".join([side_by_side.comparison_markdown(columns), *singles])
-    records = [v.as_dict(r) for r, v in zip(runs, verdicts, strict=True)]
-    table = side_by_side.figure_table(columns)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        print(printable("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()))
-    print(printable(side_by_side.figure_note(columns)))
-    print(f"comparison: {render.write_files(out, page, text, json.dumps(records, indent=1))}")
 
 
 def _summary(verdict: Verdict, path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Everything on a report page besides verdict and plots: key figures, routes, layers, events, config, environment."""
+"""Everything on a report page besides verdict and plots: key figures, routes, events, configuration, memory."""
 
 from __future__ import annotations
 
@@ -7,30 +7,20 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tercet.config.keys import flatten_table
-from tercet.report.read import Run
-from tercet.report.throughput import baseline_mismatch, loss_mismatch
+from tercet.report.read import Run, baseline_mismatch, loss_mismatch
 from tercet.telemetry import events
 from tercet.telemetry.events import Event, HealthFired
-from tercet.telemetry.sinks import STATISTICS, mean_of_last
+from tercet.telemetry.sinks import mean_of_last
 from tercet.telemetry.units import duration, plural, quantity
 
 # The page of a long run shows at most this many events.
 MAX_NOTABLE_EVENTS = 200
-# Doctor verdict -> CSS class
-_SIGNS = {"ok": "go", "warning": "nt", "failed": "no", "not tested": "nt"}
 # Run state without an end event -> text
 _STATES = {"running": "still running", "silent": "alive, no heartbeat", "gone": "died"}
-# What a long run has most of, and nobody needs to read.
-_MEASUREMENTS = (events.StepLogged, events.ResourcesObserved, events.LayersObserved)
-
-
-# What a long run has most of, and nobody needs to read.
-_MEASUREMENTS = (events.StepLogged, events.ResourcesObserved, events.LayersObserved)
 
 
 @dataclass(frozen=True)
@@ -43,54 +33,8 @@ class KeyFigure:
     number: float | None = None  # for comparisons
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Content of a page, formatted but not yet escaped."""
-
-    subtitle: str
-    period: str
-    created: str
-    figures: list[KeyFigure]
-    routes: list[dict[str, Any]]
-    layer_columns: list[str]
-    layers: list[list[str]]
-    layers_step: int
-    notable_events: list[dict[str, Any]]
-    event_count: int
-    samples: list[events.Sampled]
-    config: list[dict[str, str]]
-    environment: list[tuple[str, str]]
-    doctor: list[dict[str, str]]
-    memory: list[tuple[str, str]]
-    dtypes: list[tuple[str, str]]
-
-
-def collect_facts(run: Run, findings: Iterable[HealthFired], baseline: Run | None = None) -> Facts:
-    last = run.layers[-1] if run.layers else None
-    return Facts(
-        subtitle=subtitle(run),
-        period=_period(run),
-        created=clock_time(run.read_at),
-        figures=key_figures(run) + _baseline_figures(run, baseline),
-        routes=_routes(run),
-        layer_columns=[name.removeprefix("gate_").replace("_", " ") for name in STATISTICS],
-        layers=_layer_rows(last) if last else [],
-        layers_step=last.step if last else 0,
-        notable_events=_notable_events(run, findings),
-        event_count=run.event_count,
-        samples=run.of(events.Sampled),
-        config=[
-            {"key": k, "value": format_value(v), "origin": run.origins.get(k, "unknown")} for k, v in run.config.items()
-        ],
-        environment=[(k, format_value(v)) for k, v in flatten_table(run.environment).items()],
-        doctor=_doctor(run),
-        memory=_memory(run),
-        dtypes=list(run.dtypes.items()),
-    )
-
-
-def key_figures(run: Run) -> list[KeyFigure]:
-    """The run in a few numbers."""
+def key_figures(run: Run, baseline: Run | None = None) -> list[KeyFigure]:
+    """The run in a few numbers, also relative to its dense baseline."""
     planned = run.started[-1].steps if run.started else 0
     outcome = run.ended.outcome if run.ended else _STATES.get(run.state, run.state)
     figures = [KeyFigure("steps", f"{run.step:,}", f"of {planned:,} planned; {outcome}", run.step)]
@@ -110,11 +54,15 @@ def key_figures(run: Run) -> list[KeyFigure]:
         note = f"mean of the last {plural(steps, 'step')}; {run.losses[-1]:.4f} in the last, {first:.4f} in the first"
         figures.append(KeyFigure("training loss", f"{smoothed:.4f}", note, smoothed))
     if run.validations:
-        length = run.validations[-1].seq_len  # of the stage
-        best = min((e for e in run.validations if e.seq_len == length), key=lambda e: e.loss)
-        loss = run.validations[-1].loss
-        figures.append(KeyFigure("validation loss", f"{loss:.4f}", f"best {best.loss:.4f} at step {best.step:,}", loss))
-        figures += _bits_per_byte(run, run.validations[-1])
+        newest = run.validations[-1]
+        best = min((e for e in run.validations if e.seq_len == newest.seq_len), key=lambda e: e.loss)  # of the stage
+        note = f"best {best.loss:.4f} at step {best.step:,}"
+        figures.append(KeyFigure("validation loss", f"{newest.loss:.4f}", note, newest.loss))
+        if newest.bytes is None and run.config.get("data.tokenizer") == "byte":  # logs of early versions lack the bytes
+            newest = dataclasses.replace(newest, bytes=newest.tokens)
+        if newest.bytes and (bits := newest.bits_per_byte) is not None:  # a unit that no tokenizer changes
+            note = f"validation, {newest.bytes / newest.tokens:.2f} bytes per token"
+            figures.append(KeyFigure("bits per byte", f"{bits:.4f}", note, bits))
     else:
         figures.append(KeyFigure("validation loss", "–", "not measured"))
     if (speed := run.tokens_per_s) is not None:
@@ -129,22 +77,13 @@ def key_figures(run: Run) -> list[KeyFigure]:
     figures.append(KeyFigure("peak memory", f"{peak:.2f} GiB", "device" if run.on_gpu else "process", peak))
     seconds = _active_seconds(run)
     processes = f"in {len(run.started)} process{'es' * (len(run.started) > 1)}"
-    return [*figures, KeyFigure("time", duration(seconds), processes, seconds)]
+    figures.append(KeyFigure("time", duration(seconds), processes, seconds))
+    return figures if baseline is None else figures + _relative_figures(run, baseline)
 
 
-def _bits_per_byte(run: Run, validation: events.Validated) -> list[KeyFigure]:
-    """The validation loss in a unit that no tokenizer changes, if that is known."""
-    if validation.bytes is None and run.config.get("data.tokenizer") == "byte":  # logs of early versions lack the bytes
-        validation = dataclasses.replace(validation, bytes=validation.tokens)
-    if not validation.bytes or (bits := validation.bits_per_byte) is None:
-        return []
-    note = f"validation, {validation.bytes / validation.tokens:.2f} bytes per token"
-    return [KeyFigure("bits per byte", f"{bits:.4f}", note, bits)]
-
-
-def _baseline_figures(run: Run, baseline: Run | None) -> list[KeyFigure]:
-    """Speed and validation loss compared with the dense baseline, if there is one."""
-    if baseline is None or baseline_mismatch(run, baseline):
+def _relative_figures(run: Run, baseline: Run) -> list[KeyFigure]:
+    """Speed and validation loss compared with the dense baseline, if it is one."""
+    if baseline_mismatch(run, baseline):
         return []
     figures = []
     if run.tokens_per_s is not None and baseline.tokens_per_s is not None:
@@ -153,11 +92,9 @@ def _baseline_figures(run: Run, baseline: Run | None) -> list[KeyFigure]:
     if mismatch := loss_mismatch(run, baseline):
         return [*figures, KeyFigure("loss vs dense", "–", f"not comparable: {mismatch}")]
     dense = {e.step: e.loss for e in baseline.validations}
-    common = [(e, dense[e.step]) for e in run.validations if e.step in dense]
-    if common:
-        last, dense_loss = common[-1]
-        change = f"{100 * (last.loss / dense_loss - 1):+.2f}%"
-        note = f"validation at step {last.step:,}; dense: {dense_loss:.4f}"
+    if last := next((e for e in reversed(run.validations) if e.step in dense), None):
+        change = f"{100 * (last.loss / dense[last.step] - 1):+.2f}%"
+        note = f"validation at step {last.step:,}; dense: {dense[last.step]:.4f}"
         figures.append(KeyFigure("loss vs dense", change, note))
     return figures
 
@@ -174,6 +111,7 @@ def _active_seconds(run: Run) -> float:
 
 
 def subtitle(run: Run) -> str:
+    """Size, device and ranks."""
     if not run.started:
         return ""
     s = run.started[-1]
@@ -181,7 +119,8 @@ def subtitle(run: Run) -> str:
     return f"{quantity(s.parameters)} parameters on {s.device}{ranks}"
 
 
-def _period(run: Run) -> str:
+def period(run: Run) -> str:
+    """When it ran."""
     stream = run.events.get(0, [])
     if not stream:
         return ""
@@ -192,7 +131,8 @@ def clock_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def _routes(run: Run) -> list[dict[str, Any]]:
+def route_rows(run: Run) -> list[dict[str, Any]]:
+    """One row per branch and route, with its layers."""
     by_layer: dict[tuple[str, str, str, bool], dict[int, int]] = defaultdict(dict)
     for (layer, branch, route, reason, fallback), calls in run.route_counts.items():
         by_layer[branch, route, reason, fallback][layer] = calls
@@ -214,21 +154,9 @@ def format_ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in parts)
 
 
-def _layer_rows(event: events.LayersObserved) -> list[list[str]]:
-    columns = [getattr(event, name) for name in STATISTICS]
-    return [["–" if c[i] is None else f"{c[i]:.3f}" for c in columns] for i in range(len(event.attention))]
-
-
-def _notable_events(run: Run, findings: Iterable[HealthFired]) -> list[dict[str, Any]]:
-    rows: list[tuple[Event, str, str, str]] = []
-    fired = set()
-    for rank in sorted(run.events):
-        for event in run.events[rank]:
-            described = describe(event)
-            if described is not None:
-                rows.append((event, *described))
-            if isinstance(event, HealthFired):
-                fired.add((event.rule, event.step, event.rank))
+def notable_events(run: Run, findings: Iterable[HealthFired]) -> list[dict[str, Any]]:
+    rows = [(e, *told) for rank in sorted(run.events) for e in run.events[rank] if (told := describe(e))]
+    fired = {(e.rule, e.step, e.rank) for e, *_ in rows if isinstance(e, HealthFired)}
     # The run's own thresholds may have been wider than the defaults that the report applies.
     rows += [
         (f, "no", f.rule, f"{f.sentence} (default thresholds; the run did not report it)")
@@ -238,7 +166,7 @@ def _notable_events(run: Run, findings: Iterable[HealthFired]) -> list[dict[str,
     rows.sort(key=lambda row: row[0].time)
     if len(rows) > MAX_NOTABLE_EVENTS:
         problems = [row for row in rows if row[1] in ("no", "nt")]
-        rows = problems[-MAX_NOTABLE_EVENTS:] or rows[-MAX_NOTABLE_EVENTS:]
+        rows = (problems or rows)[-MAX_NOTABLE_EVENTS:]
     return [
         {"when": clock_time(e.time), "step": e.step, "rank": e.rank, "sign": sign, "kind": kind, "text": text}
         for e, sign, kind, text in rows
@@ -247,54 +175,44 @@ def _notable_events(run: Run, findings: Iterable[HealthFired]) -> list[dict[str,
 
 def describe(event: Event) -> tuple[str, str, str] | None:
     """(CSS class, kind, text) of a notable event; None for all others."""
-    if isinstance(event, _MEASUREMENTS):
-        return None
-    if isinstance(event, HealthFired):
-        return ("no" if event.action == "halt" else "nt"), event.rule, event.sentence
-    if isinstance(event, events.Stalled):
-        if event.over:
+    match event:
+        case events.StepLogged() | events.ResourcesObserved() | events.LayersObserved():
+            return None  # what a long run has most of, and nobody needs to read
+        case HealthFired():
+            return ("no" if event.action == "halt" else "nt"), event.rule, event.sentence
+        case events.Stalled(over=True):
             return "", "stall", f"progressing again after {event.for_seconds:.0f} s"
-        return "no", "stall", f"no progress for {event.for_seconds:.0f} s while {event.doing}; see {event.dump}"
-    if isinstance(event, events.StepsSkipped):
-        return "no", "non-finite", f"skipped steps {format_ranges(event.steps)}, {event.total} in total"
-    if isinstance(event, events.CheckpointFailed):
-        return "no", "save failed", event.reason
-    if isinstance(event, events.RunEnded):
-        return {"completed": "go", "interrupted": ""}.get(event.outcome, "no"), event.outcome, event.reason
-    if isinstance(event, events.RunStarted):
-        text = f"{event.steps:,} steps on {event.device}"
-        if event.resumed_from:
-            text = f"resumed from {event.resumed_from}"
-        if event.superseded:
-            text += f"; {plural(event.superseded, 'later event')} superseded"
-        return "", "started", text
+        case events.Stalled():
+            return "no", "stall", f"no progress for {event.for_seconds:.0f} s while {event.doing}; see {event.dump}"
+        case events.StepsSkipped():
+            return "no", "non-finite", f"skipped steps {format_ranges(event.steps)}, {event.total} in total"
+        case events.CheckpointFailed():
+            return "no", "save failed", event.reason
+        case events.RunEnded():
+            return {"completed": "go", "interrupted": ""}.get(event.outcome, "no"), event.outcome, event.reason
+        case events.RunStarted():
+            begin = f"resumed from {event.resumed_from}" if event.resumed_from else ""
+            moved = f"; {plural(event.superseded, 'later event')} superseded" if event.superseded else ""
+            return "", "started", (begin or f"{event.steps:,} steps on {event.device}") + moved
     if event.rank:
         return None  # the same on every rank
-    if isinstance(event, events.CheckpointSaved):
-        size = f"{event.bytes / 2**20:.1f} MiB"
-        return "", "saved", f"{event.path}, {size}, training blocked for {event.blocked_seconds:.2f} s"
-    if isinstance(event, events.Validated):
-        return "", "validation", f"loss {event.loss:.4f} over {event.tokens:,} tokens"
-    if isinstance(event, events.GraphChosen):
-        return "", "CUDA graph", event.sentence
-    if isinstance(event, events.Noted):
-        return "", "note", event.text
+    match event:
+        case events.CheckpointSaved():
+            size = f"{event.bytes / 2**20:.1f} MiB"
+            return "", "saved", f"{event.path}, {size}, training blocked for {event.blocked_seconds:.2f} s"
+        case events.Validated():
+            return "", "validation", f"loss {event.loss:.4f} over {event.tokens:,} tokens"
+        case events.GraphChosen():
+            return "", "CUDA graph", event.sentence
+        case events.Noted():
+            return "", "note", event.text
     return None
 
 
-def _doctor(run: Run) -> list[dict[str, str]]:
-    reports = run.of(events.DoctorReported)
-    if not reports:
-        return []
-    e = reports[-1]
-    rows = zip(e.check, e.verdict, e.finding, e.mend, strict=True)
-    return [{"check": c, "verdict": v, "sign": _SIGNS.get(v, "nt"), "finding": f, "fix": fix} for c, v, f, fix in rows]
-
-
-def _memory(run: Run) -> list[tuple[str, str]]:
+def memory_rows(run: Run) -> list[tuple[str, str]]:
+    """Sizes of weights, gradients and optimizer state."""
     steps = [name for name in run.memory if name.startswith("step") and "_rank" not in name]
-    name = "step1" if "step1" in steps else next(iter(steps), None)
-    record: Mapping[str, Any] = run.memory.get(name or "boot", {})
+    record = run.memory.get("step1" if "step1" in steps else steps[0] if steps else "boot", {})
     keys = ("parameters_mib", "gradients_mib", "optimizer_mib", "buffers_mib")
     return [(k.removesuffix("_mib"), f"{record[k]:.1f} MiB") for k in keys if isinstance(record.get(k), (int, float))]
 

@@ -1,36 +1,67 @@
-"""The plots of one run: loss, throughput, step time, gradient norm, memory, learning rate, and sparse attention."""
+"""The plots of a report, drawn by one function: matplotlib figures as inline SVG.
+
+Colours are CSS variables of the page, so dark and light mode both work.
+"""
 
 from __future__ import annotations
 
+import io
 import math
+import re
+import statistics
 from array import array
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from tercet.report.figure import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    MUTED,
-    ORANGE,
-    RED,
-    VIOLET,
-    Plot,
-    Row,
-    abbreviate_y_ticks,
-    draw,
-    label_step_axis,
-    layer_series,
-    log_y_axis,
-    paint_series,
-    series,
-)
-from tercet.report.read import Run
-from tercet.report.throughput import baseline_mismatch, loss_mismatch
+from tercet.errors import TercetError
+from tercet.report.read import Run, baseline_mismatch, loss_mismatch
 from tercet.telemetry.events import CheckpointSaved, HealthFired, LayersObserved, SelectorsObserved, StepsSkipped
 from tercet.telemetry.sinks import smoothing_window
-from tercet.telemetry.units import plural
+from tercet.telemetry.units import plural, quantity
+
+# Placeholder colours, replaced by variables of style.css after drawing.
+INK, MUTED, LINE = "#010102", "#010103", "#010104"
+BLUE, ORANGE, GREEN, RED, VIOLET, GREY = SERIES = ("#010111", "#010112", "#010113", "#010114", "#010115", "#010116")
+VARIABLES = {
+    INK: "var(--ink)",
+    MUTED: "var(--muted)",
+    LINE: "var(--line)",
+    **{colour: f"var(--series-{i})" for i, colour in enumerate(SERIES, 1)},
+}
+_STYLE: Any = {
+    "svg.fonttype": "none",  # keep text as text: searchable and in the page's font
+    "svg.hashsalt": "tercet",  # reproducible output
+    "text.parse_math": False,  # run names may contain dollar signs
+    "font.size": 9.5,
+    "axes.titlesize": 9.5,
+    "axes.edgecolor": LINE,
+    "axes.labelcolor": MUTED,
+    "axes.titlecolor": INK,
+    "text.color": INK,
+    "xtick.color": LINE,
+    "ytick.color": LINE,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": LINE,
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.4,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "figure.constrained_layout.use": True,
+}
+# Where a legend is.
+_INSIDE = {"loc": "best"}
+_TOP = {"loc": "upper right", "ncols": 2}
+_BOTTOM = {"loc": "lower right"}
+_ABOVE: Mapping[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 2}
+
+POINTS = 500  # of a series
+Row = tuple[int, float, float, float]  # (step, mean, min, max) of a bin of steps
 
 PHASES = (
     ("data", ORANGE),
@@ -63,18 +94,103 @@ _LAYER_PLOTS: tuple[tuple[Any, ...], ...] = (
 )  # fmt: skip
 
 
-def all_plots(run: Run, findings: Sequence[HealthFired], baseline: Run | None = None) -> list[Plot]:
-    """All plots the run has data for."""
-    plots = [
-        loss_plot(run, findings, baseline),
-        throughput_plot(run, baseline),
-        step_time_plot(run),
-        grad_norm_plot(run),
-        memory_plot(run),
-        learning_rate_plot(run),
-        *(_layer_plot(run, *spec) for spec in _LAYER_PLOTS),
-    ]
-    return [plot for plot in plots if plot is not None]
+@dataclass(frozen=True)
+class Plot:
+    anchor: str
+    title: str
+    caption: str
+    svg: str
+
+
+class Line(NamedTuple):
+    """A series: its means as a line, with the range of all values behind it."""
+
+    rows: Sequence[Row]
+    colour: str
+    label: str | None = None
+
+
+def chart(
+    name: tuple[str, str, str],
+    ylabel: str,
+    lines: Iterable[Line] = (),
+    *,
+    levels: Iterable[tuple[float, str, str]] = (),
+    paint: Callable[[Any], None] | None = None,
+    ylim: tuple[float | None, float | None] = (None, None),
+    ticks: Callable[[float], str] | None = None,
+    legend: Mapping[str, Any] = _INSIDE,
+) -> Plot:
+    """A plot of `lines` over steps. name: anchor, title and caption.
+
+    levels: (value, colour, label) of dashed horizontal lines. paint: draws the rest, on matplotlib axes. ticks: formats
+    the numbers of the y axis. The width shows text at about its nominal size both on a phone and in the three columns
+    of a wide screen.
+    """
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FuncFormatter, MaxNLocator
+    except ImportError as error:
+        raise TercetError(f"plots need matplotlib ({error}): pip install 'tercet[report]'") from None
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(4.0, 2.6))
+        FigureCanvasSVG(figure)
+        figure.patch.set_alpha(0)
+        axes: Any = figure.subplots()
+        axes.patch.set_alpha(0)
+        for rows, colour, label in lines:
+            draw_line(axes, rows, colour, label=label, marker="o" if len(rows) == 1 else None)
+        for value, colour, label in levels:
+            axes.axhline(value, color=colour, linewidth=1.0, linestyle="--", label=label)
+        if paint:
+            paint(axes)
+        if ylim != (None, None):
+            axes.set_ylim(*ylim)
+        if ticks:
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: ticks(value)))
+        axes.set_xlabel("step")
+        axes.set_ylabel(ylabel)
+        axes.margins(x=0.01)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(**legend)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
+    return Plot(*name, _in_page_style(buffer.getvalue()))
+
+
+def _in_page_style(svg: str) -> str:
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
+    # The page sets the width; the view box keeps the aspect ratio.
+    for size in ("height", "width"):
+        svg = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
+    svg = re.sub(r"font: (\w+) ([\d.]+)px [^;\"]*", r"font-weight: \1; font-size: \2px", svg)
+    for colour, variable in VARIABLES.items():
+        svg = svg.replace(colour, variable)
+    return svg.replace("<svg ", '<svg role="img" ', 1)
+
+
+def draw_line(axes: Any, rows: Sequence[Row], colour: str, **style: Any) -> None:
+    if rows:
+        steps, means, lows, highs = zip(*rows, strict=True)
+        axes.fill_between(steps, lows, highs, color=colour, alpha=0.18, linewidth=0)
+        axes.plot(steps, means, color=colour, **style)
+
+
+def series(steps: Sequence[int], values: Sequence[float], limit: int = POINTS) -> list[Row]:
+    """The values as at most `limit` bins, so that pages of long runs stay small. Non-finite values are left out."""
+    size = max(1, -(-len(values) // limit))
+    rows = []
+    for begin in range(0, len(values), size):
+        part = [v for v in values[begin : begin + size] if math.isfinite(v)]
+        if part:
+            middle = begin + min(size, len(values) - begin) // 2
+            rows.append((steps[middle], sum(part) / len(part), min(part), max(part)))
+    return rows
 
 
 def step_series(run: Run, name: str) -> list[Row]:
@@ -90,6 +206,14 @@ def logged_series(logged: Sequence[Any], name: str) -> list[Row]:
     return series([e.step for e in logged], values)
 
 
+def layer_series(samples: Sequence[Any], name: str) -> list[Row]:
+    """A list over layers as one series: their mean and range."""
+    steps = [e.step for e in samples]
+    values = [[v for v in getattr(e, name) if v is not None and math.isfinite(v)] or [math.nan] for e in samples]
+    means, lows, highs = (series(steps, [of(v) for v in values]) for of in (statistics.fmean, min, max))
+    return [(step, mean, low[2], high[3]) for (step, mean, *_), low, high in zip(means, lows, highs, strict=True)]
+
+
 def smoothed_losses(run: Run, limit: int = 500) -> list[tuple[int, float]]:
     """(step, mean of the last losses) at up to `limit` steps, ending with the last: smoothed as `mean_of_last` does."""
     steps, sums = array("q"), array("d", [0.0])
@@ -103,52 +227,98 @@ def smoothed_losses(run: Run, limit: int = 500) -> list[tuple[int, float]]:
     return [(steps[n - 1], (sums[n] - sums[n - w]) / w) for n, w in windows]
 
 
-def paint_losses(axes: Any, run: Run, colour: str, label: str) -> None:
-    """The smoothed loss as a line, with every step faint behind it."""
-    if rows := step_series(run, "losses"):
-        paint_series(axes, rows, colour, linewidth=0.6, alpha=0.4)
-        axes.plot(*zip(*smoothed_losses(run), strict=True), color=colour, linewidth=1.7, label=label)
-
-
 def validation_points(run: Run) -> list[tuple[int, float]]:
     """(step, loss) of every finite validation."""
     return [(e.step, e.loss) for e in run.validations if math.isfinite(e.loss)]
 
 
-def loss_plot(run: Run, findings: Sequence[HealthFired], baseline: Run | None = None) -> Plot | None:
-    rows = step_series(run, "losses")
-    if not rows:
-        return None
-    validation = validation_points(run)
-    dense_rows = step_series(baseline, "losses") if baseline is not None else []
-    dense_validation = validation_points(baseline) if baseline is not None else []
-    limits = loss_axis_limits([rows, dense_rows], [validation, dense_validation])
+def _draw_points(axes: Any, points: Sequence[tuple[int, float]], style: str, **more: Any) -> None:
+    if points:
+        axes.plot(*zip(*points, strict=True), style, **{"markersize": 3.5, **more})
+
+
+def _draw_losses(axes: Any, run: Run, colour: str, label: str) -> None:
+    """The smoothed loss as a line, with every step faint behind it."""
+    if rows := step_series(run, "losses"):
+        draw_line(axes, rows, colour, linewidth=0.6, alpha=0.4)
+        axes.plot(*zip(*smoothed_losses(run), strict=True), color=colour, linewidth=1.7, label=label)
+
+
+def all_plots(run: Run, findings: Sequence[HealthFired], baseline: Run | None = None) -> list[Plot]:
+    """All plots the run has data for."""
+    plots = []
+    if run.losses:
+        plots.append(loss_plot(run, findings, baseline))
+    if len(run.steps) > 1:
+        plots.append(_throughput_plot(run, baseline))
+    if len(run.resources) > 1:
+        plots.append(_step_time_plot(run))
+    if rows := step_series(run, "grad_norms"):
+        clip = run.config.get("train.clip")
+        levels = [(clip, MUTED, f"clipped to {clip:g}")] if isinstance(clip, (int, float)) and clip > 0 else []
+        plots.append(
+            chart(
+                ("grad_norm", "Gradient norm", "Over all parameters and ranks, before clipping."), "global 2-norm",
+                [Line(rows, VIOLET, "gradient norm")], levels=levels, legend=_TOP,
+                paint=_log_y_axis if min(low for _, _, low, _ in rows) > 0 else None,
+            )
+        )  # fmt: skip
+    if len(run.resources) > 1:
+        plots.append(_memory_plot(run))
+    if len(run.steps) > 1:
+        schedule, warmup = (run.config.get(f"train.{key}", "unknown") for key in ("schedule", "warmup_steps"))
+        rates = [Line(logged_series(run.steps, "lr"), ORANGE)]
+        if any(e.muon_lr is not None for e in run.steps):
+            rates = [rates[0]._replace(label="AdamW"), Line(logged_series(run.steps, "muon_lr"), BLUE, "Muon")]
+        plots.append(
+            chart(
+                ("lr", "Learning rate", f"Schedule {schedule}, {warmup} warm-up steps."), "learning rate", rates,
+                ylim=(0, None), paint=lambda axes: axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0)),
+            )
+        )  # fmt: skip
+    for kind, *name, lines in _LAYER_PLOTS:
+        events = run.of(kind)
+        used = [line for line in lines if any(v is not None for e in events for v in getattr(e, line[0]))]
+        samples = [e for e in events if any(v is not None for field, *_ in used for v in getattr(e, field))]
+        if samples:
+            anchor, title, caption = name
+            drawn = [Line(layer_series(samples, field), colour, label) for field, colour, label in used]
+            words = (anchor, title, f"{caption}: mean and range over layers.")
+            plots.append(chart(words, "share", drawn, ylim=(0, 1.05), legend=_ABOVE))
+    return plots
+
+
+def loss_plot(run: Run, findings: Sequence[HealthFired], baseline: Run | None = None) -> Plot:
+    limits = _loss_limits([run] if baseline is None else [run, baseline])
 
     def paint(axes: Any) -> None:
-        if baseline is not None and dense_rows:
-            label = _baseline_label(baseline, loss_mismatch(run, baseline))
-            axes.plot(*zip(*smoothed_losses(baseline), strict=True), color=GREY, linewidth=1.3, label=label)
-        if dense_validation:
-            axes.plot(*zip(*dense_validation, strict=True), "s--", color=GREY, markersize=3, linewidth=0.8)
-        paint_losses(axes, run, BLUE, "training, smoothed")
-        if validation:
-            axes.plot(*zip(*validation, strict=True), "o-", color=ORANGE, markersize=3.5, label="validation")
-        _mark_events(axes, run, findings)
-        if limits is not None:
-            axes.set_ylim(*limits)
-        label_step_axis(axes, "nats per token")
-        axes.legend(loc="upper right", ncols=2)
+        if baseline is not None:
+            if baseline.losses:
+                label = _baseline_label(baseline, loss_mismatch(run, baseline))
+                axes.plot(*zip(*smoothed_losses(baseline), strict=True), color=GREY, linewidth=1.3, label=label)
+            _draw_points(axes, validation_points(baseline), "s--", color=GREY, linewidth=0.8)
+        _draw_losses(axes, run, BLUE, "training, smoothed")
+        _draw_points(axes, validation_points(run), "o-", color=ORANGE, label="validation")
+        spikes = [f.step for f in findings if f.rule == "loss_spike"]
+        marks = (
+            ("next stage", INK, "-", [stage.step for stage in run.stages[1:]]),
+            ("resumed", MUTED, ":", [e.step for e in run.started if e.resumed_from is not None]),
+            # One line where several would be drawn on the same spot.
+            ("spike", RED, "--", {round(400 * step / max(1, run.step)): step for step in spikes}.values()),
+        )
+        for label, colour, style, steps in marks:
+            for i, step in enumerate(steps):
+                axes.axvline(step, color=colour, linewidth=0.9, linestyle=style, label=None if i else label)
 
-    skipped = sum(len(e.steps) for e in run.of(StepsSkipped))
     caption = "Line: mean of the last 5% of the steps so far. Behind it: every step."
-    if limits is not None:
+    if limits != (None, None):
         caption += f" The initial descent from {run.steps[0].losses[0]:.2f} is cut off."
     if run.stages:
         lengths = " → ".join(f"{stage.seq_len:,}" for stage in run.stages)
         caption += f" Stages of {lengths} tokens; each validates at its own length."
-    if skipped:
+    if skipped := sum(len(e.steps) for e in run.of(StepsSkipped)):
         caption += f" {skipped} non-finite steps are omitted."
-    return Plot("loss", "Loss", caption, draw(paint))
+    return chart(("loss", "Loss", caption), "nats per token", paint=paint, ylim=limits, legend=_TOP)
 
 
 def _baseline_label(baseline: Run, mismatch: str) -> str:
@@ -157,167 +327,120 @@ def _baseline_label(baseline: Run, mismatch: str) -> str:
 
 def loss_axis_limits(
     lines: Sequence[Sequence[Row]], points: Sequence[Sequence[tuple[int, float]]] = ()
-) -> tuple[float, float] | None:
+) -> tuple[float, float] | tuple[None, None]:
     """Limits that cut off the steep start of training, so that the rest is readable; None: autoscale.
 
     Only the first twentieth of the lines is ever cut off. Later spikes and points stay visible.
     """
     lines = [rows for rows in lines if rows]
     if min(map(len, lines), default=0) < 100:
-        return None
+        return None, None
     start = min(rows[len(rows) // 20][0] for rows in lines)
-    drawn = [value for rows in lines for _, _, low, high in rows for value in (low, high)]
-    kept = [high for rows in lines for _, _, _, high in rows[len(rows) // 20 :]]
     all_points = [point for group in points for point in group]
+    drawn = [value for rows in lines for _, _, low, high in rows for value in (low, high)]
     drawn += [value for _, value in all_points]
+    kept = [high for rows in lines for _, _, _, high in rows[len(rows) // 20 :]]
     kept += [value for step, value in all_points if step >= start]
     lowest, highest = min(drawn), max(drawn)
     top = lowest + 1.08 * (max(kept) - lowest)
     if not 0 < top - lowest < 0.75 * (highest - lowest):
-        return None
+        return None, None
     return lowest - 0.05 * (top - lowest), top
 
 
-def _mark_events(axes: Any, run: Run, findings: Sequence[HealthFired]) -> None:
-    spikes = [f.step for f in findings if f.rule == "loss_spike"]
-    marks = (
-        ("next stage", INK, "-", [stage.step for stage in run.stages[1:]]),
-        ("resumed", MUTED, ":", [e.step for e in run.started if e.resumed_from is not None]),
-        # One line where several would be drawn on the same spot.
-        ("spike", RED, "--", {round(400 * step / max(1, run.step)): step for step in spikes}.values()),
-    )
-    for label, colour, style, steps in marks:
-        for i, step in enumerate(steps):
-            axes.axvline(step, color=colour, linewidth=0.9, linestyle=style, label=None if i else label)
+def _loss_limits(runs: Sequence[Run]) -> tuple[float, float] | tuple[None, None]:
+    return loss_axis_limits([step_series(run, "losses") for run in runs], [validation_points(run) for run in runs])
 
 
-def grad_norm_plot(run: Run) -> Plot | None:
-    rows = step_series(run, "grad_norms")
-    if not rows:
-        return None
-
-    def paint(axes: Any) -> None:
-        paint_series(axes, rows, VIOLET, label="gradient norm")
-        if min(low for _, _, low, _ in rows) > 0:
-            log_y_axis(axes)
-        clip = run.config.get("train.clip")
-        if isinstance(clip, (int, float)) and clip > 0:
-            axes.axhline(clip, color=MUTED, linewidth=0.9, linestyle="--", label=f"clipped to {clip:g}")
-        label_step_axis(axes, "global 2-norm")
-        axes.legend(loc="upper right", ncols=2)
-
-    return Plot("grad_norm", "Gradient norm", "Over all parameters and ranks, before clipping.", draw(paint))
-
-
-def throughput_plot(run: Run, baseline: Run | None) -> Plot | None:
-    if len(run.steps) < 2:
-        return None
-    speed = run.tokens_per_s
-
-    def paint(axes: Any) -> None:
-        paint_series(axes, logged_series(run.steps, "tokens_per_s"), GREEN)
-        if speed is not None:
-            axes.axhline(speed, color=INK, linewidth=0.9, linestyle="--", label=f"median {speed:,.0f}")
-        if baseline is not None and baseline.tokens_per_s is not None and speed is not None:
-            label = f"{_baseline_label(baseline, baseline_mismatch(run, baseline))} {baseline.tokens_per_s:,.0f}"
-            axes.axhline(baseline.tokens_per_s, color=ORANGE, linewidth=1.2, linestyle="--", label=label)
-        axes.set_ylim(bottom=0)
-        abbreviate_y_ticks(axes)
-        label_step_axis(axes, "tokens per second")
-        if speed is not None:
-            axes.legend(loc="lower right")
-
+def _throughput_plot(run: Run, baseline: Run | None) -> Plot:
+    speeds = [("median", run, INK)]
+    if baseline is not None:
+        speeds.append((_baseline_label(baseline, baseline_mismatch(run, baseline)), baseline, ORANGE))
+    levels = [
+        (speed, colour, f"{label} {speed:,.0f}")
+        for label, of, colour in speeds
+        if (speed := of.tokens_per_s) is not None and run.tokens_per_s is not None
+    ]
     known = [e.mfu for e in run.steps if e.mfu is not None]
     mfu = f"MFU {100 * known[-1]:.1f}% at the end." if known else "MFU unknown: no peak FLOP/s for this device."
-    return Plot("throughput", "Throughput", f"All ranks; saves and validations excluded. {mfu}", draw(paint))
+    return chart(
+        ("throughput", "Throughput", f"All ranks; saves and validations excluded. {mfu}"), "tokens per second",
+        [Line(logged_series(run.steps, "tokens_per_s"), GREEN)], levels=levels, ylim=(0, None), ticks=quantity,
+        legend=_BOTTOM,
+    )  # fmt: skip
 
 
-def learning_rate_plot(run: Run) -> Plot | None:
-    if len(run.steps) < 2:
-        return None
-
+def _step_time_plot(run: Run) -> Plot:
     def paint(axes: Any) -> None:
-        paint_series(axes, logged_series(run.steps, "lr"), ORANGE, label="AdamW")
-        if any(e.muon_lr is not None for e in run.steps):
-            paint_series(axes, logged_series(run.steps, "muon_lr"), BLUE, label="Muon")
-            axes.legend(loc="best")
-        axes.set_ylim(bottom=0)
-        axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-        label_step_axis(axes, "learning rate")
-
-    schedule, warmup = run.config.get("train.schedule", "unknown"), run.config.get("train.warmup_steps", "unknown")
-    return Plot("lr", "Learning rate", f"Schedule {schedule}, {warmup} warm-up steps.", draw(paint))
-
-
-def step_time_plot(run: Run) -> Plot | None:
-    samples = run.resources
-    if len(samples) < 2:
-        return None
-
-    def paint(axes: Any) -> None:
-        columns, steps = {}, [e.step for e in samples]
+        columns, steps = {}, [e.step for e in run.resources]
         for name, _ in PHASES:
-            rows = series(steps, [1e3 * (getattr(e, f"{name}_seconds") or 0.0) for e in samples], 200)
+            rows = series(steps, [1e3 * (getattr(e, f"{name}_seconds") or 0.0) for e in run.resources], 200)
             columns[name] = [mean for _, mean, *_ in rows]
             x = [step for step, *_ in rows]
         used = [(name, colour) for name, colour in PHASES if any(v > 0 for v in columns[name])]
-        axes.stackplot(
-            x, [columns[n] for n, _ in used], labels=[n for n, _ in used], colors=[c for _, c in used], linewidth=0
-        )
-        totals = sorted(sum(parts) for parts in zip(*(columns[n] for n, _ in used), strict=True))
+        names, colours = zip(*used, strict=True)
+        axes.stackplot(x, [columns[n] for n in names], labels=names, colors=colours, linewidth=0)
+        totals = sorted(sum(parts) for parts in zip(*(columns[n] for n in names), strict=True))
         # The first interval includes warm-up and may be cut off.
         axes.set_ylim(0, min(totals[-1] * 1.05, 1.6 * totals[len(totals) // 2] + 1e-9))
-        label_step_axis(axes, "ms per step")
-        axes.legend(loc="lower center", ncols=3, bbox_to_anchor=(0.5, 1.0), handlelength=1.0, columnspacing=1.2)
 
     saves = run.of(CheckpointSaved)
-    blocked = sum(e.blocked_seconds for e in saves)
-    validating = sum(e.seconds for e in run.validations)
-    clock = "the device" if run.on_gpu else "the host"
     caption = (
-        f"Timed on {clock}. Not included: {blocked:.1f} s blocked on {plural(len(saves), 'save')}, "
-        f"{validating:.1f} s of validation."
+        f"Timed on {'the device' if run.on_gpu else 'the host'}. Not included: "
+        f"{sum(e.blocked_seconds for e in saves):.1f} s blocked on {plural(len(saves), 'save')}, "
+        f"{sum(e.seconds for e in run.validations):.1f} s of validation."
     )
-    return Plot("breakdown", "Step time", caption, draw(paint))
+    legend = {**_ABOVE, "ncols": 3, "handlelength": 1.0, "columnspacing": 1.2}
+    return chart(("breakdown", "Step time", caption), "ms per step", paint=paint, legend=legend)
 
 
-def memory_plot(run: Run) -> Plot | None:
-    samples = run.resources
-    if len(samples) < 2:
-        return None
+def _memory_plot(run: Run) -> Plot:
+    parts = [("allocated_gib", BLUE, "resident")]
+    if run.on_gpu:
+        parts = [
+            ("reserved_gib", GREY, "reserved"),
+            ("peak_gib", ORANGE, "peak"),
+            ("allocated_gib", BLUE, "allocated between steps"),
+        ]
+    lines = [Line(logged_series(run.resources, name), colour, label) for name, colour, label in parts]
+    top = max((high for line in lines for *_, high in line.rows), default=0.0)
     capacity = run.device_total_gib
-
-    def paint(axes: Any) -> None:
-        if run.on_gpu:
-            paint_series(axes, logged_series(samples, "reserved_gib"), GREY, label="reserved")
-            paint_series(axes, logged_series(samples, "peak_gib"), ORANGE, label="peak")
-        label = "allocated between steps" if run.on_gpu else "resident"
-        paint_series(axes, logged_series(samples, "allocated_gib"), BLUE, label=label)
-        axes.set_ylim(bottom=0)
-        top = axes.get_ylim()[1]
-        if capacity is not None and capacity < 3 * top:
-            axes.axhline(capacity, color=RED, linewidth=1.0, linestyle="--", label=f"capacity {capacity:.0f}")
-        label_step_axis(axes, "GiB")
-        axes.legend(loc="lower right")
-
+    levels = [] if capacity is None or capacity >= 3 * top else [(capacity, RED, f"capacity {capacity:.0f}")]
     where = "Device memory of rank 0." if run.on_gpu else "Resident memory of the process (CPU run)."
-    return Plot("memory", "Memory", where, draw(paint))
+    return chart(("memory", "Memory", where), "GiB", lines, levels=levels, ylim=(0, None), legend=_BOTTOM)
 
 
-def _layer_plot(run: Run, kind: Any, anchor: str, title: str, caption: str, lines: Any) -> Plot | None:
-    """Statistics of the sparse layers over time, those that any layer has."""
-    used = [line for line in lines if any(v is not None for e in run.of(kind) for v in getattr(e, line[0]))]
-    samples = [e for e in run.of(kind) if any(v is not None for name, *_ in used for v in getattr(e, name))]
-    if not samples:
-        return None
+def _log_y_axis(axes: Any) -> None:
+    """A logarithmic axis with ticks at 0.1, 0.2, 0.5, 1 instead of powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
-    def paint(axes: Any) -> None:
-        marker = "o" if len(samples) == 1 else None  # a single sample has no line to draw
-        for name, colour, label in used:
-            rows = layer_series([e.step for e in samples], (getattr(e, name) for e in samples))
-            paint_series(axes, rows, colour, label=label, marker=marker)
-        label_step_axis(axes, "share")
-        axes.set_ylim(0, 1.05)
-        axes.legend(loc="lower center", ncols=2, bbox_to_anchor=(0.5, 1.0))
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    axes.minorticks_off()
 
-    return Plot(anchor, title, f"{caption}: mean and range over layers.", draw(paint))
+
+def comparison_plots(runs: Sequence[tuple[str, Run]]) -> list[Plot]:
+    """Plots with one line for each labelled run."""
+    coloured = list(zip(runs, SERIES * len(runs), strict=False))
+
+    def paint_losses(axes: Any) -> None:
+        for (label, run), colour in coloured:
+            _draw_losses(axes, run, colour, label)
+            _draw_points(axes, validation_points(run), "o--", color=colour, linewidth=0.8)
+
+    words, limits = ("loss", "Loss", "Lines: smoothed. Points: validation."), _loss_limits([run for _, run in runs])
+    plots = [chart(words, "nats per token", paint=paint_losses, ylim=limits)]
+    for anchor, title, name, ylabel in (
+        ("throughput", "Throughput", "tokens_per_s", "tokens per second"),
+        ("grad_norm", "Gradient norm", "grad_norm", "global 2-norm"),
+        ("memory", "Peak memory", "memory_gib", "GiB"),
+    ):
+        lines = [Line(logged_series(run.steps, name), colour, label) for (label, run), colour in coloured]
+        plots.append(
+            chart(
+                (anchor, title, ""), ylabel, lines, ticks=quantity,
+                paint=lambda axes: axes.set_ylim(0, 1.15 * axes.get_ylim()[1]),
+            )
+        )  # fmt: skip
+    return plots

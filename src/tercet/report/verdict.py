@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tercet import hints
-from tercet.report import attention_gates, training_gates
+from tercet.report import attention_gates, gates
 from tercet.report.gates import (
     GO,
+    INCOMPLETE_RECORD_FIX,
     NO_GO,
     NOT_APPLICABLE,
     NOT_TESTED,
@@ -22,9 +24,7 @@ from tercet.report.gates import (
     Thresholds,
 )
 from tercet.report.read import Run
-from tercet.report.record import record_gate
-from tercet.report.throughput import throughput_gate
-from tercet.telemetry.events import HealthFired
+from tercet.telemetry.events import HealthFired, RunStarted
 from tercet.telemetry.sinks import mean_of_last
 from tercet.telemetry.units import plural
 
@@ -112,52 +112,102 @@ def judge(run: Run, baseline: Run | None = None, limits: Thresholds | None = Non
     """Evaluate all gates of a run."""
     limits = limits or Thresholds()
     findings = run.findings
-    gates = [
-        training_gates.stability_gate(run, findings, limits),
-        training_gates.memory_gate(run, limits),
-        throughput_gate(run, baseline, findings, limits),
+    record = record_gate(run)
+    judged = [
+        gates.stability_gate(run, findings, limits),
+        gates.memory_gate(run, limits),
+        attention_gates.throughput_gate(run, baseline, findings, limits),
         attention_gates.routing_gate(run, limits),
         attention_gates.selection_gate(run, findings, limits),
         attention_gates.fallback_gate(run, limits),
-        training_gates.checkpoint_gate(run, findings, limits),
-        training_gates.data_gate(run, findings, limits),
-        training_gates.numerics_gate(run, findings, limits),
+        gates.checkpoint_gate(run, findings, limits),
+        gates.data_gate(run, findings, limits),
+        gates.numerics_gate(run, findings, limits),
     ]
-    record = record_gate(run)
     if record.verdict != GO:
-        gates = [gate.without_complete_record() for gate in gates]
-    all_gates = (record, *gates)
-    informational = _multi_device_gate(run)
-    verdict = _overall(all_gates)
+        judged = [gate.without_complete_record() for gate in judged]
+    all_gates = (record, *judged)
+    informational = () if run.world_size > 1 else (_multi_device_gate(run),)
+    verdicts = {gate.verdict for gate in all_gates}
+    verdict = NO_GO if NO_GO in verdicts else GO if verdicts == {GO} else NOT_TESTED
     health = UNHEALTHY if verdict == NO_GO else HEALTHY if run.step >= MIN_HEALTHY_STEPS else UNKNOWN
-    return Verdict(
-        verdict,
-        health,
-        _headline(run, verdict, health),
-        _sentence(run, all_gates, informational, limits),
-        all_gates,
-        limits,
-        tuple(findings),
-        informational,
-    )
+    headline, sentence = _headline(run, verdict, health), _sentence(run, all_gates, informational, limits)
+    return Verdict(verdict, health, headline, sentence, all_gates, limits, tuple(findings), informational)
 
 
-def _multi_device_gate(run: Run) -> tuple[Gate, ...]:
+def record_gate(run: Run) -> Gate:
+    """Whether the record is complete: every step once, on every rank. Without that, no gate can be GO."""
+    gate = GateBuilder("record", "a complete record of every rank, without gaps")
+    gate.add_evidence("events", f"{run.event_count:,} from {len(run.events)} of {run.world_size} ranks")
+    gate.add_evidence("state", run.state)
+    gaps = record_gaps(run)
+    for sentence in gaps[:4]:
+        gate.fail(sentence, INCOMPLETE_RECORD_FIX)
+    if len(gaps) > 4:
+        gate.fail(f"and {len(gaps) - 4} more")
+    first = run.steps[0].first_step if run.steps else 0  # a fork begins later
+    steps = f"steps {first:,} to {run.step:,} without gaps" if first else "no step is logged yet"
+    return gate.build(f"{steps}, on {plural(run.world_size, 'rank')}")
+
+
+def record_gaps(run: Run) -> list[str]:
+    """One sentence for everything that is missing, cut off or logged twice."""
+    return [*run.problems, *_check_ranks(run), *(f"events_rank0.jsonl: {sentence}" for sentence in _check_steps(run))]
+
+
+def _check_steps(run: Run) -> list[str]:
+    """Every step from the start to the end is logged once."""
+    problems = []
+    if not isinstance(next(iter(run.events.get(0, [])), None), RunStarted):
+        problems.append("does not begin with a run_started event")
+    expected, forked = 1, False
+    if run.started and (source := run.started[0].resumed_from) is not None:
+        before = run.started[0].step
+        # A run forked from another folder may begin in the middle of an interval logged there.
+        forked = Path(source).resolve().parent != (run.folder / "checkpoints").resolve()
+        if before and not forked:
+            problems.append(f"steps 1 to {before} are missing: the file was deleted before the run resumed")
+        expected = before + 1
+    for event in run.steps:
+        if event.first_step > expected:
+            problems.append(f"steps {expected} to {event.first_step - 1} are missing")
+        elif event.first_step < expected and not forked:
+            problems.append(f"steps {event.first_step} to {expected - 1} are logged twice")
+        expected, forked = event.step + 1, False
+    if run.ended and run.ended.outcome == "completed" and run.ended.step >= expected:
+        problems.append(f"steps {expected} to {run.ended.step} are missing")
+    return problems
+
+
+def _check_ranks(run: Run) -> list[str]:
+    """Every rank has logged the intervals that rank 0 has."""
+    problems = []
+    ours = {e.step for e in run.steps}
+    for rank in range(1, run.world_size):
+        started = run.of(RunStarted, rank)
+        if not started:
+            problems.append(f"rank {rank} of {run.world_size} has no events")
+            continue
+        joined = started[-1].step  # a resumed run may have more ranks than before
+        logged = run.logs[rank].steps
+        theirs = set(logged)
+        # Ranks write independently: during a run, one may be a line ahead of another.
+        if sum(step > joined for step in ours ^ theirs) > (0 if run.state == "ended" else 1):
+            problems.append(f"rank {rank} logged up to step {max(theirs, default=0)}, rank 0 up to step {run.step}")
+        if len(theirs) < len(logged):
+            problems.append(f"rank {rank} logged steps twice")
+    return problems
+
+
+def _multi_device_gate(run: Run) -> Gate:
     """A single-device run can be GO, but says nothing about training on several devices."""
-    if run.world_size > 1:
-        return ()
     gate = GateBuilder("several devices", "at least two ranks; not part of the verdict of a single-device run")
+    flags = {"run.dir": f"{run.folder}-2", "parallel.strategy": "fsdp", **_two_rank_batch(run)}
     gate.not_tested(
         "ran on one device: collectives, sharded checkpoints and rank failures were not exercised",
-        two_rank_command(run),
+        hints.train_config(f"{run.folder}/config.toml", flags, ranks=2),
     )
-    return (gate.build(),)
-
-
-def two_rank_command(run: Run) -> str:
-    """How to train the same configuration on two ranks."""
-    flags = {"run.dir": f"{run.folder}-2", "parallel.strategy": "fsdp", **_two_rank_batch(run)}
-    return hints.train_config(f"{run.folder}/config.toml", flags, ranks=2)
+    return gate.build()
 
 
 def _two_rank_batch(run: Run) -> dict[str, int]:
@@ -166,20 +216,11 @@ def _two_rank_batch(run: Run) -> dict[str, int]:
     tokens, micro_batch, seq_len = (run.config.get(key) for key in keys)
     if not (isinstance(tokens, int) and isinstance(micro_batch, int) and isinstance(seq_len, int)):
         return {}  # config.toml is unreadable, which the record gate reports
-    if run.stages:
-        return {}  # micro-batches follow the number of ranks
-    if tokens % (2 * micro_batch * seq_len) == 0:
+    if run.stages or tokens % (2 * micro_batch * seq_len) == 0:  # micro-batches of stages follow the number of ranks
         return {}
     if micro_batch % 2 == 0:
         return {"train.micro_batch": micro_batch // 2}
     return {"train.tokens_per_step": 2 * tokens}
-
-
-def _overall(gates: tuple[Gate, ...]) -> str:
-    verdicts = {gate.verdict for gate in gates}
-    if NO_GO in verdicts:
-        return NO_GO
-    return GO if verdicts == {GO} else NOT_TESTED
 
 
 def _headline(run: Run, verdict: str, health: str) -> str:
@@ -192,15 +233,11 @@ def _headline(run: Run, verdict: str, health: str) -> str:
         word = "Too short to judge"
     planned = run.started[-1].steps if run.started else run.step
     facts = [plural(run.step, "step") if run.step == planned else f"{run.step:,} of {plural(planned, 'step')}"]
-    if run.validations:
-        facts.append(f"validation {_short_loss(run.validations[-1].loss)}")
-    elif (loss := mean_of_last(run.losses)[0]) is not None:
-        facts.append(f"training loss {_short_loss(loss)}")
+    loss = run.validations[-1].loss if run.validations else mean_of_last(run.losses)[0]
+    if loss is not None:
+        measured = "validation" if run.validations else "training loss"
+        facts.append(f"{measured} {loss:.{2 if loss >= 1 else 3}f}")
     return f"{word}: {', '.join(facts)}"
-
-
-def _short_loss(loss: float) -> str:
-    return f"{loss:.2f}" if loss >= 1 else f"{loss:.3f}"
 
 
 def _sentence(run: Run, gates: tuple[Gate, ...], informational: tuple[Gate, ...], limits: Thresholds) -> str:
