@@ -11,7 +11,7 @@ from typing import Any
 
 from tercet.config.schema import RunConfig, kernel_warning, uses_cuda_graph
 from tercet.config.sections import resolved_precision
-from tercet.doctor.memory import Fix, as_stage_fields, find_fixes, fits, step_memory, usable
+from tercet.doctor.memory import Fix, find_fixes, fits, step_memory, usable
 from tercet.errors import TercetError, UsageError
 from tercet.model import cost
 from tercet.telemetry.hardware import (
@@ -38,7 +38,7 @@ class Device:
 
     @property
     def is_gpu(self) -> bool:
-        return self.utilisation == GPU_UTILISATION and self.name != "CPU"
+        return self.name != "CPU"
 
     @property
     def type(self) -> str:
@@ -117,19 +117,12 @@ def make_plan(config: RunConfig, device: Device) -> CostPlan:
         warnings=warnings,
         stages=tuple(
             StagePlan(
-                seq_len=stage.data.seq_len,
-                steps=steps,
-                micro_batch=stage.train.micro_batch,
-                accumulation=plan.accumulation,
-                tokens_per_step=plan.tokens_per_step,
-                rope_theta=stage.model.rope_theta,
-                flops_per_token=plan.flops_per_token,
-                memory_total=plan.memory.total,
-                seconds=plan.seconds,
+                stage.data.seq_len, steps, stage.train.micro_batch, plan.accumulation, plan.tokens_per_step,
+                stage.model.rope_theta, plan.flops_per_token, plan.memory.total, plan.seconds,
             )
             for (stage, steps), plan in zip(stages, plans, strict=True)
         ),
-    )
+    )  # fmt: skip
 
 
 def _plan_stage(config: RunConfig, steps: int, device: Device) -> CostPlan:
@@ -142,10 +135,10 @@ def _plan_stage(config: RunConfig, steps: int, device: Device) -> CostPlan:
     rate = None if peak is None else peak * device.utilisation * parallel.world_size
     kinds = model.attention_kinds
     memory = step_memory(config, precision)
-    fit = None if device.memory is None else fits(memory.total, device.memory)
-    fixes: list[Fix] = []
-    if device.memory is not None and not fit:
-        fixes = find_fixes(config, precision, device.memory, on_gpu=device.is_gpu)
+    fit, fixes = None, []
+    if device.memory is not None:
+        fit = fits(memory.total, device.memory)
+        fixes = [] if fit else find_fixes(config, precision, device.memory, on_gpu=device.is_gpu)
     return CostPlan(
         parameters=cost.parameters(model),
         tokens_per_step=config.train.tokens_per_step,
@@ -172,17 +165,16 @@ def render(config: RunConfig, plan: CostPlan) -> list[str]:
     head = "tied head" if model.tie_embeddings else f"head {quantity(p.head)}"
     largest = max(range(len(plan.stages)), key=lambda i: plan.stages[i].memory_total, default=0)
     per_step = f"{quantity(plan.flops_per_token * plan.tokens_per_step, 'FLOP')} per step, " * (not plan.stages)
+    steps = {f"  stage {n}": _step_line(stage) for n, stage in enumerate(config.stages, 1)}
     rows = {
         "model": f"{plural(model.layers, 'layer')} ({mix}{model.nsa_options}), dim {model.dim}, "
-        f"{plural(model.heads, 'query head')} and "
-        f"{plural(model.kv_heads, 'KV head')} of {model.head_dim}, ffn {model.ffn_dim}, "
-        f"vocabulary {model.vocab_size:,}",
+        f"{plural(model.heads, 'query head')} and {plural(model.kv_heads, 'KV head')} of {model.head_dim}, "
+        f"ffn {model.ffn_dim}, vocabulary {model.vocab_size:,}",
         "parameters": f"{quantity(p.total)}: embedding {quantity(p.embedding)}, attention {quantity(p.attention)}, "
         f"ffn {quantity(p.ffn)}, norms {quantity(p.norms)}, {head}",
-        **_step_rows(config),
+        **(steps if config.train.stages else {"step": _step_line(config)}),
         "run": f"{config.train.steps:,} steps, {quantity(plan.tokens)} tokens",
-        "compute": f"{quantity(plan.flops_per_token, 'FLOP')} per token, "
-        f"{per_step}"
+        "compute": f"{quantity(plan.flops_per_token, 'FLOP')} per token, {per_step}"
         f"{quantity(plan.flops_per_token * plan.tokens, 'FLOP')} in total (forward and backward)",
         "attention": _attention_line(plan),
         "memory": f"about {size(m.total)} per device at the peak of a step",
@@ -191,7 +183,7 @@ def render(config: RunConfig, plan: CostPlan) -> list[str]:
         "  transient": f"activations {size(m.activations)} (activation_checkpointing="
         f"{config.train.activation_checkpointing}), logits and their gradients {size(m.loss)}",
         "device": _device_line(plan),
-        "fit": as_stage_fields(f"\n{'':12}".join(_fit_lines(plan)), config, largest),
+        "fit": f"\n{'':12}".join(_fit_lines(plan, config, largest)),
         "time": _time_line(plan),
     }
     if plan.stages:
@@ -207,7 +199,7 @@ def render(config: RunConfig, plan: CostPlan) -> list[str]:
     return [line for name, text in (*rows.items(), *notes) for line in f"{name:<11} {text}".splitlines()]
 
 
-def _fit_lines(plan: CostPlan) -> list[str]:
+def _fit_lines(plan: CostPlan, config: RunConfig, stage: int) -> list[str]:
     """Whether a step fits and, if not, what would make it fit."""
     if plan.device.memory is None:
         return ["not checked: the memory of this device is unknown"]
@@ -216,15 +208,9 @@ def _fit_lines(plan: CostPlan) -> list[str]:
         return [f"fits: {left}"]
     if not plan.fixes:
         return [f"does not fit: {left}; use a smaller model, or a device with more memory"]
-    width = max(len(str(fix)) for fix in plan.fixes)
-    fixes = [f"  {fix!s:<{width}}  {size(fix.memory)}" for fix in plan.fixes]
+    texts = {fix.text(config, stage): size(fix.memory) for fix in plan.fixes}
+    fixes = [f"  {text:<{max(map(len, texts))}}  {memory}" for text, memory in texts.items()]
     return [f"does not fit: {left}; {'each of these' if len(fixes) > 1 else 'this'} would make it fit:", *fixes]
-
-
-def _step_rows(run: RunConfig) -> dict[str, str]:
-    """What a step is made of; with stages, in each of them."""
-    names = [f"  stage {n}" for n, _ in enumerate(run.stages, 1)] if run.train.stages else ["step"]
-    return {name: _step_line(stage) for name, stage in zip(names, run.stages, strict=True)}
 
 
 def _stage_table(plan: CostPlan) -> list[str]:
@@ -241,10 +227,11 @@ def _stage_table(plan: CostPlan) -> list[str]:
 
 
 def _step_line(config: RunConfig) -> str:
+    """What a step is made of."""
     ranks, sequences, passes = config.parallel.data_ranks, config.train.micro_batch, config.accumulation
     parts = [
         *([f"{ranks} ranks"] if ranks > 1 else []),
-        f"{sequences} sequence{'s' * (sequences > 1)}",
+        plural(sequences, "sequence"),
         f"{config.data.seq_len:,} tokens",
         *([f"{passes} passes"] if passes > 1 else []),
     ]
@@ -259,22 +246,20 @@ def _attention_line(plan: CostPlan) -> str:
 
 
 def _device_line(plan: CostPlan) -> str:
-    device = plan.device
-    speed = "peak unknown" if device.flops is None else f"{quantity(device.flops, 'FLOP/s')}"
-    basis = "" if device.flops is None else (" (bf16 peak)" if device.is_gpu else " (measured, fp32 matmul)")
-    memory = "" if device.memory is None else f", {size(device.memory)}"
-    return f"{device.name}: {speed}{basis}{memory}"
+    device, basis = plan.device, "bf16 peak" if plan.device.is_gpu else "measured, fp32 matmul"
+    speed = "peak unknown" if device.flops is None else f"{quantity(device.flops, 'FLOP/s')} ({basis})"
+    return f"{device.name}: {speed}" + ("" if device.memory is None else f", {size(device.memory)}")
 
 
 def _time_line(plan: CostPlan) -> str:
-    if plan.seconds is None and plan.device.flops is not None:
-        known, used = ("bf16", "fp32") if plan.device.is_gpu else ("fp32", "bf16")
-        return f"not estimated: only the {known} peak of this device is known, not {used}; measure with a short run"
-    if plan.seconds is None:
-        return "not estimated: the peak of this device is unknown; measure with a short run"
-    rate = plan.tokens / plan.seconds
-    share = f"{plan.device.utilisation:.0%} of the device's peak"
-    return f"about {duration(plan.seconds)} at {rate:,.0f} tokens/s, if steps reach {share}"
+    if plan.seconds is not None:
+        share = f"{plan.device.utilisation:.0%} of the device's peak"
+        return f"about {duration(plan.seconds)} at {plan.tokens / plan.seconds:,.0f} tokens/s, if steps reach {share}"
+    known, used = ("bf16", "fp32") if plan.device.is_gpu else ("fp32", "bf16")
+    why = f"only the {known} peak of this device is known, not {used}"
+    if plan.device.flops is None:
+        why = "the peak of this device is unknown"
+    return f"not estimated: {why}; measure with a short run"
 
 
 def _named_gpu(name: str) -> Device:

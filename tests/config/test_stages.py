@@ -86,7 +86,7 @@ def test_without_stages_the_run_is_one_stage() -> None:
 
 
 def test_every_stage_is_checked_before_the_run() -> None:
-    with pytest.raises(ConfigError, match=r"stage 2 \(3000:5\).* tokens_per_step=65536 .*: set it to 63000"):
+    with pytest.raises(ConfigError, match=r"stage 2 \(3000:5\).*train.tokens_per_step=65536 .*: set it to 63000"):
         with_stages("1024:5,3000:5")
     with pytest.raises(ConfigError, match=r"stage 2 \(1022:5:.*2 × context ranks"):
         with_stages(

@@ -13,7 +13,7 @@ import torch
 
 import tercet
 from runs import GPU_SIZES, small, train_small
-from tercet.doctor import kernels, machine, memory, storage
+from tercet.doctor import kernels, machine, memory
 from tercet.doctor.examine import checks, doctor, examine_before_training, exit_code, lines
 from tercet.doctor.machine import FAILED, NOT_TESTED, OK, WARNING, Finding, timed
 from tercet.errors import TercetError
@@ -77,7 +77,7 @@ def test_requesting_a_missing_gpu_fails_with_a_fix():
 def test_a_folder_that_cannot_be_written_fails(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
-    found = timed("disk", lambda: storage.disk(blocked / "runs", small(), megabytes=1))
+    found = timed("disk", lambda: machine.disk(blocked / "runs", small(), megabytes=1))
     assert found.verdict == FAILED
     assert found.fix
 
@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_written_fails(tmp_path):
 def test_a_disk_too_small_for_the_checkpoints_fails(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**30, 2**30, 1000))
-    found = storage.disk(tmp_path, small(), megabytes=1)
+    found = machine.disk(tmp_path, small(), megabytes=1)
     assert found.verdict == FAILED
     assert "checkpoint.keep" in found.fix
     assert not list(tmp_path.iterdir())  # the test file is deleted
@@ -93,7 +93,7 @@ def test_a_disk_too_small_for_the_checkpoints_fails(tmp_path, monkeypatch):
 
 def test_missing_data_fails_in_one_line(tmp_path):
     config = small(data__source="jsonl", data__path=(str(tmp_path / "nowhere.jsonl"),))
-    found = timed("data", lambda: storage.data(config))
+    found = timed("data", lambda: machine.data(config))
     assert found.verdict == FAILED
     assert "nowhere.jsonl" in found.finding
     assert "\n" not in found.finding
@@ -104,11 +104,11 @@ def test_data_is_read_without_packing_a_shuffle_block(monkeypatch):
         raise AssertionError("a whole block was packed for one batch")
 
     monkeypatch.setattr("tercet.data.loader.pack_shuffled", block)
-    assert storage.data(small(data__shuffle_sequences=1000)).verdict == OK
+    assert machine.data(small(data__shuffle_sequences=1000)).verdict == OK
 
 
 def test_a_vocabulary_that_does_not_fit_fails():
-    found = storage.data(small(model__vocab_size=64))
+    found = machine.data(small(model__vocab_size=64))
     assert found.verdict == FAILED
     assert "--model.vocab_size" in found.fix
 
@@ -299,7 +299,7 @@ def test_kernels_agree_with_the_reference_on_this_device():
 
 
 def test_the_disk_check_uses_the_nearest_existing_folder(tmp_path):
-    found = storage.disk(tmp_path / "not" / "made" / "yet", small(), megabytes=1)
+    found = machine.disk(tmp_path / "not" / "made" / "yet", small(), megabytes=1)
     assert found.verdict == OK
     assert str(tmp_path) in found.finding
     assert not (tmp_path / "not").exists()

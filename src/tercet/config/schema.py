@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_left
 from typing import Any, Literal, Self
 
@@ -115,7 +114,7 @@ class RunConfig(Section):
                 if not self.train.stages:
                     raise
                 entry = str(self.train.stages[number - 1])
-                rule = re.sub(r"(train|data)[.](?=tokens_per_step|micro_batch|seq_len)", "", str(error))
+                rule = str(error)
                 passes = -(-stage.train.tokens_per_step // stage.tokens_per_pass)
                 fits = passes * stage.tokens_per_pass
                 if fits != stage.train.tokens_per_step and "tokens_per_step" not in entry:

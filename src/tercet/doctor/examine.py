@@ -11,7 +11,7 @@ from tercet.config.load import ConfigError, load
 from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
 from tercet.data.tokenizers import fit_vocabulary
-from tercet.doctor import kernels, machine, memory, storage
+from tercet.doctor import kernels, machine, memory
 from tercet.doctor.machine import FAILED, NOT_TESTED, OK, WARNING, Finding, timed
 from tercet.errors import TercetError
 from tercet.telemetry.events import DoctorReported
@@ -40,14 +40,14 @@ def checks(config: RunConfig, *, short: bool, folder: Path | None = None) -> lis
             return kernels.parity(model, short=short, packed=packed, precision=precision, seq_len=length)
 
         found.append(("kernel parity", parity))
-    found.append(("disk", lambda: storage.disk(place, config, megabytes=1 if short else 256)))
+    found.append(("disk", lambda: machine.disk(place, config, megabytes=1 if short else 256)))
     if not short:
         found += [
             ("arithmetic", machine.matmul_speed),
             ("shared memory", machine.shared_memory),
             ("collectives", machine.collectives),
             ("memory", lambda: memory.memory(config)),
-            ("data", lambda: storage.data(config)),
+            ("data", lambda: machine.data(config)),
         ]
     return found
 

@@ -1,12 +1,13 @@
-"""Checks of the machine: versions, devices, matmul speed, shared memory and collectives. Also defines `Finding`."""
+"""Checks of the machine: versions, devices, speed, shared memory, collectives, disk and data. Defines `Finding`."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.util
-import itertools
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -17,11 +18,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tercet.config.schema import RunConfig
 from tercet.config.sections import LogConfig
 from tercet.errors import TercetError
+from tercet.model.cost import parameters
 from tercet.telemetry.hardware import host_total_gib, peak_flops
 from tercet.telemetry.sinks import import_tensorboard, import_wandb, tensorboard_wanted
-from tercet.telemetry.units import plural
+from tercet.telemetry.units import plural, size
 
 OK, WARNING, FAILED, NOT_TESTED = "ok", "warning", "failed", "not tested"
 
@@ -34,6 +37,9 @@ NEEDED = (
     ("safetensors", (0, 5), None),
 )
 SHARED_MEMORY_MIB = 64
+SLOW_MB_S = 50.0
+MIN_SPEED_MB = 32  # a smaller write shows that the disk is writable, but not how fast it is
+SLOW_DATA_SECONDS = 60
 CPU_RANKS = 2  # processes of the gloo all-reduce without GPUs
 
 
@@ -74,8 +80,10 @@ def versions() -> Finding:
         seen.append(f"{package} {version}")
         numbers = version_numbers(version)
         if numbers < minimum or (below is not None and numbers >= below):
-            required = f">={_dotted(minimum)}" + (f",<{_dotted(below)}" if below else "")
-            wrong.append(f"{package} {version} is not {required}")
+            required = [
+                f"{sign}{'.'.join(map(str, bound))}" for sign, bound in ((">=", minimum), ("<", below)) if bound
+            ]
+            wrong.append(f"{package} {version} is not {','.join(required)}")
     if wrong:
         return Finding("versions", FAILED, "; ".join(wrong), "pip install -c constraints.txt -e . in the checkout")
     return Finding("versions", OK, ", ".join(seen))
@@ -83,17 +91,7 @@ def versions() -> Finding:
 
 def version_numbers(version: str) -> tuple[int, ...]:
     """2.11.0+cu130 -> (2, 11, 0)."""
-    numbers: list[int] = []
-    for part in version.split("+")[0].split("."):
-        digits = "".join(itertools.takewhile(str.isdigit, part))
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
-
-
-def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))
+    return tuple(map(int, re.findall(r"\d+", version.split("+")[0])[:3]))
 
 
 def logging(config: LogConfig) -> Finding:
@@ -135,7 +133,7 @@ def device(wanted: str = "auto") -> Finding:
             problem = problem or f"GPU {index} is in use by another process"
         if (major, minor) < (8, 0):
             problem = problem or f"GPU {index} is older than sm_80 and has no bf16"
-    seen = f"{', '.join(parts)}; CUDA {torch.version.cuda}, driver {driver_version() or 'unknown'}"
+    seen = f"{', '.join(parts)}; CUDA {torch.version.cuda}, driver {_driver_version()}"
     if problem:
         return Finding("device", WARNING, f"{seen}; {problem}", "see nvidia-smi; stop processes that should not run")
     return Finding("device", OK, seen)
@@ -144,23 +142,17 @@ def device(wanted: str = "auto") -> Finding:
 def _no_cuda_fix(built_for: str | None) -> str:
     if built_for is None:
         return "this torch is a CPU build: install a CUDA build, or use --run.device cpu"
-    return (
-        f"torch is built for CUDA {built_for}: check that nvidia-smi works and that its driver is new enough, or use "
-        "--run.device cpu"
-    )
+    fix = "check that nvidia-smi works and that its driver is new enough, or use --run.device cpu"
+    return f"torch is built for CUDA {built_for}: {fix}"
 
 
-def driver_version() -> str | None:
-    """The NVIDIA driver version, from nvidia-smi."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return None
+def _driver_version() -> str:
     try:
-        query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         result = subprocess.run(query, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.split("\n")[0].strip() or None
+        return "unknown"
+    return result.stdout.split("\n")[0].strip() or "unknown"
 
 
 def matmul_speed(seconds: float = 0.5) -> Finding:
@@ -168,8 +160,8 @@ def matmul_speed(seconds: float = 0.5) -> Finding:
     import torch
 
     cuda = torch.cuda.is_available()
-    size, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)
-    a = torch.randn(size, size, device="cuda" if cuda else "cpu", dtype=dtype)
+    side, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)
+    a = torch.randn(side, side, device="cuda" if cuda else "cpu", dtype=dtype)
     product = a @ a
     if not bool(product.isfinite().all()):
         return Finding("arithmetic", FAILED, "a product of random matrices is not finite", "use another device")
@@ -184,8 +176,8 @@ def matmul_speed(seconds: float = 0.5) -> Finding:
         for _ in range(10):
             a @ a
         count += 10
-    flops = 2 * size**3 * count / elapsed
-    seen = f"{flops / 1e12:.3g} TFLOP/s in {size}×{size} {str(dtype).removeprefix('torch.')} matmuls"
+    flops = 2 * side**3 * count / elapsed
+    seen = f"{flops / 1e12:.3g} TFLOP/s in {side}×{side} {str(dtype).removeprefix('torch.')} matmuls"
     peak = peak_flops(torch.cuda.get_device_name()) if cuda else None
     if peak is None:
         return Finding("arithmetic", OK, seen)
@@ -248,3 +240,72 @@ def _all_reduce(rank: int, ranks: int, store: str, backend: str) -> None:
             raise RuntimeError(f"all-reduce over {ranks} ranks gave {float(value[0])}, expected {expected}")
     finally:
         dist.destroy_process_group()
+
+
+def disk(folder: Path, config: RunConfig, *, megabytes: int) -> Finding:
+    """Write a file with fsync, as a checkpoint is written, and check free space."""
+    place = folder
+    while not place.exists():
+        place = place.parent
+    try:
+        speed = _write_speed(place, megabytes)
+    except OSError as error:
+        return Finding("disk", FAILED, f"{place} cannot be written ({error.strerror})", "pick another --run.dir")
+    free = shutil.disk_usage(place).free
+    seen = f"{size(free)} free in {place}"
+    if megabytes >= MIN_SPEED_MB:
+        seen = f"{speed:.0f} MB/s with fsync, {seen}"
+    checkpoint = 12 * parameters(config.model).total  # fp32 weights and two moments
+    kept = config.checkpoint.keep
+    if kept == 0:
+        kept = config.train.steps // (config.checkpoint.every or config.train.steps)
+    needed = checkpoint * (kept + 1)
+    seen += f"; a checkpoint takes about {size(checkpoint)}"
+    if free < needed:
+        fix = f"free {size(needed - free)}, lower checkpoint.keep, or pick another --run.dir"
+        return Finding("disk", FAILED if free < 2 * checkpoint else WARNING, seen, fix)
+    if speed < SLOW_MB_S and megabytes >= MIN_SPEED_MB:
+        return Finding("disk", WARNING, seen, "checkpoints will be slow here: pick a local disk with --run.dir")
+    return Finding("disk", OK, seen)
+
+
+def _write_speed(folder: Path, megabytes: int) -> float:
+    block = os.urandom(2**20)
+    path = folder / f".doctor-{os.getpid()}"
+    try:
+        start = time.perf_counter()
+        with path.open("wb") as stream:
+            for _ in range(megabytes):
+                stream.write(block)
+            stream.flush()
+            os.fsync(stream.fileno())
+        return megabytes * 2**20 / 1e6 / (time.perf_counter() - start)
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def data(config: RunConfig) -> Finding:
+    """Open the source as training would and read one batch, without shuffling sequences: packing a block is slow."""
+    from tercet.data.loader import build_loader
+    from tercet.data.tokenizers import load_tokenizer
+
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.eos_token)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        fix = f"--model.vocab_size {-(-tokenizer.vocab_size // 64) * 64}"
+        problem = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.model.vocab_size}"
+        return Finding("data", FAILED, problem, fix)
+    start = time.perf_counter()
+    stage = config.stages[0]
+    source = stage.data.model_copy(update={"prefetch": 0, "shuffle_sequences": 0})
+    with build_loader(
+        source, seed=config.run.seed, batch_sequences=stage.train.micro_batch, tokenizer=tokenizer
+    ) as loader:
+        batch = next(iter(loader), None)
+    elapsed = time.perf_counter() - start
+    if batch is None:
+        return Finding("data", FAILED, f"{config.data.source} has no training documents", "see tercet data inspect")
+    seen = f"{config.data.source}: first batch of {batch.tokens.numel():,} tokens in {elapsed:.2f} s"
+    if elapsed > SLOW_DATA_SECONDS:
+        return Finding("data", WARNING, seen, "tercet data prepare writes shards, which open immediately")
+    return Finding("data", OK, seen)

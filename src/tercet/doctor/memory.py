@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -20,6 +19,7 @@ from tercet.telemetry.units import size
 
 _MODES = ("none", "selective", "full")
 _MAX_RANKS = 64
+_STAGE_KEYS = ("train.micro_batch", "train.tokens_per_step", "data.seq_len")  # of a stage's own, if it has them
 Flags = dict[str, Any]
 
 
@@ -30,11 +30,17 @@ class Fix:
     flags: Flags
     memory: int
 
-    def __str__(self) -> str:
-        flags = {key: value for key, value in self.flags.items() if key != "parallel.world_size"}
-        text = " ".join(f"--{key} {value}" for key, value in flags.items())
+    def text(self, run: RunConfig, stage: int) -> str:
+        """The settings as flags, or as fields of the stage, from 0, if the run has stages."""
+        words = [
+            f"{key.partition('.')[2]}={value} in stage {stage + 1}"
+            if run.train.stages and key in _STAGE_KEYS
+            else f"--{key} {value}"
+            for key, value in self.flags.items()
+            if key != "parallel.world_size"
+        ]
         ranks = self.flags.get("parallel.world_size")
-        return f"torchrun --nproc-per-node={ranks} … {text}" if ranks else text
+        return " ".join([*([f"torchrun --nproc-per-node={ranks} …"] if ranks else []), *words])
 
 
 def step_memory(config: RunConfig, precision: str) -> cost.Memory:
@@ -59,14 +65,6 @@ def largest_stage(run: RunConfig, precision: str) -> tuple[int, RunConfig]:
     return max(enumerate(run.stages), key=lambda stage: step_memory(stage[1], precision).total)
 
 
-def as_stage_fields(text: str, run: RunConfig, index: int) -> str:
-    """Replace flags in a message about a stage by the fields that the stage has in their place."""
-    if not run.train.stages:
-        return text
-    fields = r"\1=\2 in stage " + str(index + 1)
-    return re.sub(r"--(?:train|data)[.](micro_batch|seq_len|tokens_per_step) (\d+)", fields, text)
-
-
 def usable(available: int) -> int:
     """What a step may take of a device's memory: the rest is for the CUDA context, workspaces and fragmentation."""
     return max(0, round(0.95 * available - 0.75 * GIB))
@@ -87,8 +85,7 @@ def shortage(run: RunConfig, precision: str, available: int, *, on_gpu: bool) ->
     needed = step_memory(config, precision).total
     if fits(needed, available):
         return None
-    fixes = " or ".join(map(str, find_fixes(config, precision, available, on_gpu=on_gpu)))
-    fixes = as_stage_fields(fixes, run, index)
+    fixes = " or ".join(fix.text(run, index) for fix in find_fixes(config, precision, available, on_gpu=on_gpu))
     fix = f"{fixes} would make it fit" if fixes else "use a smaller model, or a device with more memory"
     step = f"a step of stage {index + 1}" if run.train.stages else "a step"
     return f"{step} needs about {size(needed)}, and {size(usable(available))} of {size(available)} are usable: {fix}"

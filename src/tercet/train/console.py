@@ -21,7 +21,7 @@ from tercet.config.keys import flatten
 from tercet.config.load import describe
 from tercet.config.schema import RunConfig, cuda_graph_problem, uses_cuda_graph
 from tercet.config.sections import resolved_precision
-from tercet.doctor.memory import as_stage_fields, largest_stage, shortage, step_memory, with_flags
+from tercet.doctor.memory import largest_stage, shortage, step_memory, with_flags
 from tercet.errors import TercetError, UsageError, is_out_of_memory
 from tercet.model.cost import parameters, selector_parameters
 from tercet.parallel.strategy import Strategy
@@ -355,12 +355,11 @@ def memory_errors(config: RunConfig, device: torch.device, step: Callable[[], in
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        index = config.stage_index(step() + 1)
-        text = _out_of_memory(error, config.stages[index], device)
-        raise TercetError(as_stage_fields(text, config, index)) from error
+        raise TercetError(_out_of_memory(error, config, config.stage_index(step() + 1), device)) from error
 
 
-def _out_of_memory(error: Exception, config: RunConfig, device: torch.device) -> str:
+def _out_of_memory(error: Exception, run: RunConfig, stage: int, device: torch.device) -> str:
+    config = run.stages[stage]
     tried = re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", str(error))
     amount = "" if tried is None else size(float(tried[1])) if tried[2] == "bytes" else f"{tried[1]} {tried[2]}"
     needed, available = step_memory(config, precision_of(config, device)).total, _device_memory(device)
@@ -368,14 +367,15 @@ def _out_of_memory(error: Exception, config: RunConfig, device: torch.device) ->
         [
             f"out of memory on {device}{amount and f' (tried to allocate {amount})'}: a step needs about {size(needed)}"
             + ("" if available is None else f" of {size(available)}"),
-            *(f"{flags} saves about {size(saved)}" for saved, flags in _memory_savings(config, device, needed)),
+            *(f"{text} saves about {size(saved)}" for saved, text in _memory_savings(run, stage, device, needed)),
             "--debug shows where",
         ]
     )
 
 
-def _memory_savings(config: RunConfig, device: torch.device, needed: int) -> list[tuple[int, str]]:
+def _memory_savings(run: RunConfig, stage: int, device: torch.device, needed: int) -> list[tuple[int, str]]:
     """Up to three changes that save memory: (bytes saved, flags)."""
+    config = run.stages[stage]
     batch, length, ranks = config.train.micro_batch, config.data.seq_len, 2 * config.parallel.world_size
     # The ones that change the least first; accumulation follows a smaller micro-batch.
     changes: list[dict[str, Any]] = [{"train.micro_batch": n} for n in range(batch // 2, 0, -1) if batch % n == 0][:1]
@@ -383,9 +383,8 @@ def _memory_savings(config: RunConfig, device: torch.device, needed: int) -> lis
     changes += [{"parallel.strategy": "fsdp", "parallel.world_size": ranks}] if device.type == "cuda" else []
     changes += [{"model.layers": config.model.layers // 2}]
     fixes = [with_flags(config, change, precision_of(config, device)) for change in changes]
-    found = [(needed - fix.memory, fix.flags) for fix in fixes if fix is not None and fix.memory < needed]
-    texts = [(saved, " ".join(f"--{key} {value}" for key, value in flags.items())) for saved, flags in found[:3]]
-    return sorted(texts, reverse=True)
+    found = [(needed - fix.memory, fix.text(run, stage)) for fix in fixes if fix is not None and fix.memory < needed]
+    return sorted(found[:3], reverse=True)
 
 
 def disk_error(error: OSError, folder: RunFolder, ranks: int) -> str:
