@@ -208,7 +208,7 @@ def presets() -> int:
     print("\n".join(f"{name:<{width}}  {preset_about(name)}" for name in names))
     others = " and ".join(name for name in names if load(name).config.data.source != "fineweb-edu")
     print(f"\nAll but {others} stream FineWeb-Edu from the Hugging Face Hub, unless --data.source names other data.")
-    print(f"Use one:  {hints.train_preset('NAME')}     See one:  {hints.show_preset()}")
+    print(f"Use one:  {hints.train_preset('NAME')}     See one:  {hints.tercet('config', 'show', '--preset', 'NAME')}")
     return 0
 
 
@@ -378,7 +378,7 @@ def _check_resume(resume: str | None) -> None:
 
 def _no_configuration(resume: str | None, folder: str | None) -> str:
     """The error when there is no preset, no file, and no run to resume that has a config.toml."""
-    presets = f"`{hints.list_presets()}` lists the presets"
+    presets = f"`{hints.tercet('presets')}` lists the presets"
     if resume is None and folder is not None and (Path(folder) / "config.toml").is_file():
         return f"{folder} already holds a run: resume it with {hints.resume(folder)}"
     if resume is None:
@@ -422,7 +422,7 @@ def _named(name: str) -> Loaded:
         return load(file=path / "config.toml")
     if path.is_file() or path.suffix == ".toml":
         return load(file=path)
-    raise _usage(f"{name} is not a preset, a TOML file or a run folder: `{hints.list_presets()}` lists the presets")
+    raise _usage(f"{name} is not a preset, a TOML file or a run folder: `{hints.tercet('presets')}` lists the presets")
 
 
 def _overview() -> str:

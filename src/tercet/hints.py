@@ -22,14 +22,6 @@ def torchrun(*words: object, ranks: int | str, nodes: int | None = 1) -> str:
     return f"{program('torchrun')} {shlex.join([*where, *module, *map(str, words)])}"
 
 
-def list_presets() -> str:
-    return tercet("presets")
-
-
-def show_preset() -> str:
-    return tercet("config", "show", "--preset", "NAME")
-
-
 def train_preset(name: str = "tiny", run_dir: str | None = None) -> str:
     return tercet("train", "--preset", name, *([] if run_dir is None else ["--run.dir", run_dir]))
 
