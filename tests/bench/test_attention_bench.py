@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from fractions import Fraction
+
 import pytest
 import torch
 
@@ -24,6 +27,27 @@ def test_the_operator_is_checked_and_timed(name: str) -> None:
         row = attention.bench(name, kind, CONFIG, OPTIONS)
         assert row["correct"], row
         assert row["speedup"] == row["math_both_ms"] / row["nsa_both_ms"] > 0
+
+
+@pytest.mark.parametrize(("exact", "groups"), [("1", None), ("1/2", 1)])
+def test_block_sparse_attention_by_own_scores_is_checked_and_timed(exact: str, groups: int | None) -> None:
+    options = replace(OPTIONS, scorer="own", exact_groups=Fraction(exact))
+    row = attention.bench("1x200x4x2x48", "random", CONFIG, options)
+    assert row["correct"], row
+    assert row.get("exact_groups") == groups
+    assert row["forward_speedup"] == row["math_forward_ms"] / row["own_forward_ms"] > 0
+    assert row["speedup"] == row["math_both_ms"] / row["own_both_ms"] > 0
+    assert row["choice_ms"] > 0
+
+
+def test_wrong_blocks_of_own_scores_get_no_speed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = attention.Own.choose
+
+    monkeypatch.setattr(attention.Own, "choose", lambda *given: real(*given).roll(40, 1))
+    row = attention.bench("1x200x4x2x48", "random", CONFIG, replace(OPTIONS, scorer="own"))
+    assert not row["correct"]
+    assert row.keys().isdisjoint({"speedup", "forward_speedup", "own_both_ms"})
+    assert "WRONG" in attention.table([row])
 
 
 def test_a_wrong_result_gets_no_speed_up(monkeypatch: pytest.MonkeyPatch) -> None:

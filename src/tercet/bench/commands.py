@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Literal
 
 from tercet.bench.settings import parse_settings
@@ -12,22 +13,28 @@ from tercet.errors import UsageError
 
 def attention(
     *,
-    shapes: tuple[str, ...] = ("P8k", "P64k", "C8x2k", "C4x4k", "C1x16k"),
-    inputs: tuple[str, ...] = ("random", "smooth"),
+    scorer: Literal["compressed", "own"] = "compressed",
+    exact_groups: str = "1",
+    shapes: tuple[str, ...] = (),
+    inputs: tuple[str, ...] = (),
     dense: tuple[str, ...] = ("cudnn", "flash"),
-    dense_limit: int = 65536,
+    dense_limit: int = 131072,
     rows: int = 24,
     budget: float = 0.6,
     profile: bool = False,
     graph: bool = True,
 ) -> int:
-    """Check and time the NSA operator against dense attention on this machine's GPU.
+    """Check and time an attention operator against dense attention on this machine's GPU.
 
     Args:
-        shapes: Heads, sequences and tokens: P64k (64 query heads, 4 KV heads of 128), C8x2k (12, 2, 64), M4x4k (16, 1,
-            64); or BxTxHxGxD, or BxTxHxGxDxDv for another size of values.
-        inputs: random; smooth, where neighbouring queries select similar blocks.
-        dense: Dense attention to compare with: cudnn, flash or both. The ratio is to the faster one.
+        scorer: compressed: NSA with three branches. own: block-sparse attention, 16 blocks of 64 chosen by the largest
+            product of its own queries and keys in 32 channels.
+        exact_groups: For own: the part of the KV heads that score single tokens, e.g. 1/3; the others use block means.
+        shapes: Heads, sequences and tokens: P64k (64 query heads, 4 KV heads of 128), L64k (32, 8, 128), C8x2k (12, 2,
+            64), M4x4k (16, 1, 64); or BxTxHxGxD, or BxTxHxGxDxDv for another size of values. Default: P8k P64k C8x2k
+            C4x4k C1x16k; for own L16k to L128k.
+        inputs: random; smooth, where neighbouring queries select similar blocks. Default: both; for own random.
+        dense: Dense attention to compare with: cudnn, flash or both. The ratios are to the faster one.
         dense_limit: Skip dense attention beyond this length.
         rows: Rows to check against fp64 at full length.
         budget: Seconds per timing.
@@ -37,9 +44,18 @@ def attention(
     _check_at_least(1, rows=rows)
     _check_at_least(0, dense_limit=dense_limit)
     _check_budget(budget)
+    try:
+        share = Fraction(exact_groups)
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(0)
+    if not 0 < share <= 1:
+        raise UsageError(f"--exact-groups {exact_groups} is not a part of the KV heads: give 1, 1/3, 1/6 …")
+    if share < 1 and scorer != "own":
+        raise UsageError(f"--exact-groups {exact_groups} is not used by --scorer {scorer}: add --scorer own")
     from tercet.bench.attention import Options, main
 
-    return main(shapes, inputs, Options(dense, dense_limit, rows, budget, profile, graph))
+    inputs = inputs or (("random",) if scorer == "own" else ("random", "smooth"))
+    return main(shapes, inputs, Options(scorer, share, dense, dense_limit, rows, budget, profile, graph))
 
 
 def layer(
