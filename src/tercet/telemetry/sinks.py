@@ -44,7 +44,7 @@ STATISTICS = (
 )  # fmt: skip
 LAYER_COLUMNS = ("step", "layer", "attention", *STATISTICS)
 ROUTE_COLUMNS = ("layer", "branch", "route", "reason", "fallback", "calls")
-EXCHANGE_COLUMNS = ("raw", "compressed", "window", "selected", "requests", "before")
+EXCHANGE_COLUMNS = ("raw", "compressed", "window", "selected", "before")
 
 # More than any sink needs to finish; a hanging network must not keep a finished run alive.
 CLOSE_SECONDS = 30.0
@@ -154,7 +154,9 @@ class ExchangeSink:
         kept = []
         if path.exists():  # rows of steps that will be repeated are dropped
             with path.open(newline="") as stream:
-                kept = [row for row in csv.reader(stream) if row and row[0].isdigit() and int(row[0]) <= step]
+                read = [row for row in csv.DictReader(stream) if (row.get("step") or "").isdigit()]
+            # by name: version 0.2 wrote another column
+            kept = [[row["step"], *(row.get(c) for c in EXCHANGE_COLUMNS)] for row in read if int(row["step"]) <= step]
         # atomic: a kill here leaves the old rows
         write_text(path, csv_text([("step", *EXCHANGE_COLUMNS), *kept]))
         self._file = AppendedFile(path)
