@@ -9,8 +9,7 @@ from tercet.model.attention import Attention
 from tercet.model.transformer import Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Single
-from tercet.train.cuda_graph import GraphCapturer, StepGraph
-from tercet.train.graph_choice import GraphChoice
+from tercet.train.cuda_graph import GraphCapturer, GraphChoice, StepGraph
 from tercet.train.optim import build_optimizer
 from tercet.train.state import compile_blocks
 from tercet.train.step import MicroBatch, NonFiniteGuard, StepResult, train_step

@@ -17,12 +17,11 @@ from tercet.attention.config import NSAConfig
 from tercet.data.stream import DataUsageError
 from tercet.errors import EXIT_EMPTY, EXIT_FAILURE, EXIT_USAGE, TercetError, UsageError
 from tercet.parallel.context_layout import ContextLayout
-from tercet.parallel.distributed import FullySharded
 from tercet.parallel.failure import PeerFailed
 from tercet.parallel.launch import WrongLaunch
-from tercet.parallel.strategy import Single
+from tercet.parallel.strategy import FullySharded, Single
 from tercet.telemetry.event_log import EventLog
-from tercet.train.ranks import rank_context
+from tercet.train.hooks import rank_context
 from tercet.train.resume import find_start
 from tercet.train.run_folder import RunFolder
 from tercet.train.validate import Validation

@@ -17,7 +17,7 @@ from tercet.errors import TercetError
 from tercet.report.gates import Thresholds
 from tercet.report.read import Run, read_run
 from tercet.report.verdict import Verdict, judge
-from tercet.train.interval import Interval
+from tercet.train.state import Interval
 from tercet.train.trainer import train
 
 # The defaults with fewer steps: a run of 500 would take too long for a test.

@@ -22,12 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from parallel.world import report
 from runs import GPU_SIZES, small
 from tercet.data.loader import build_loader
-from tercet.parallel import flight_recorder
 from tercet.parallel.context import apply_context_parallelism, shard_sequence
-from tercet.parallel.distributed import build_strategy
 from tercet.parallel.exchange import Exchange
+from tercet.parallel.failure import write_flight_record
 from tercet.parallel.launch import Launch, join
-from tercet.parallel.strategy import Single
+from tercet.parallel.strategy import Single, build_strategy
 from tercet.train.optim import learning_rate
 from tercet.train.state import build_state
 from tercet.train.step import StepBatches, to_device, train_step
@@ -122,7 +121,7 @@ def run_cases() -> int:
             seconds = {"alone_s": round(alone, 1), "together_s": round(time.monotonic() - began - alone, 1)}
             report(case=name, routes=got["routes"], **result, **seconds)
     if NCCL:
-        path = flight_recorder.write(Path(folder), launch.rank)
+        path = write_flight_record(Path(folder), launch.rank)
         kept = [] if path is None else pickle.loads(path.read_bytes())["entries"]
         report(recorded=len(kept), kinds=sorted({entry["profiling_name"] for entry in kept}))
     world.close()

@@ -14,7 +14,7 @@ from tercet.config.sections import ParallelConfig
 from tercet.hints import program
 from tercet.parallel import launch
 from tercet.parallel.launch import Launch, LaunchError, backend_of, check_launch, disagreement
-from tercet.train import ranks
+from tercet.train import hooks
 
 ALONE = Launch()
 
@@ -70,10 +70,10 @@ def test_ranks_share_a_gpu_only_on_request_and_with_a_warning():
 
 
 def test_launch_warnings_are_printed_once_per_machine(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(ranks, "check_launch", lambda *_: ["a problem of this machine"])
+    monkeypatch.setattr(hooks, "check_launch", lambda *_: ["a problem of this machine"])
     config = load("tiny", flags={"run.dir": str(tmp_path / "run")}).config
     for process, count in ((Launch(rank=2, local_rank=0), 1), (Launch(rank=3, local_rank=1), 0)):
-        ranks.join_run(config, None, process, torch.device("cpu"))
+        hooks.join_run(config, None, process, torch.device("cpu"))
         assert capsys.readouterr().err.count("warning: a problem of this machine") == count
 
 

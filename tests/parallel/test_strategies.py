@@ -12,7 +12,7 @@ from fork_server import ForkServer
 from parallel.world import assert_below, run_ranks
 from tercet.config.sections import ParallelConfig, TrainConfig
 from tercet.errors import UsageError
-from tercet.parallel.distributed import FullySharded
+from tercet.parallel.strategy import FullySharded
 
 # Every strategy, with and without recomputed activations and accumulation, and what changes its communication.
 FAST = [

@@ -143,7 +143,7 @@ def test_a_starved_loader_is_found(tmp_path, data, monkeypatch):
             yield packed
 
     monkeypatch.setattr(loader, "pack", dripping)
-    monkeypatch.setattr("tercet.train.interval.Interval.seconds_per_step", lambda self: 0.08)
+    monkeypatch.setattr("tercet.train.state.Interval.seconds_per_step", lambda self: 0.08)
     found, _ = run(tmp_path / "run", data, **SHORT, data__prefetch=0)
     assert "data_starvation" in rules(found)
     assert gate(verdict(found), "data").verdict == "NO-GO"
@@ -152,7 +152,7 @@ def test_a_starved_loader_is_found(tmp_path, data, monkeypatch):
 def test_a_throughput_drop_is_found(tmp_path, data, monkeypatch):
     # A fake clock: on a busy machine real timings could hide the drop.
     now = [0.0]
-    monkeypatch.setattr("tercet.train.interval.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("tercet.train.state.time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def throttled(n, loss):
         now[0] += 0.32 if n > 14 else 0.02

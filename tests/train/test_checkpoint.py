@@ -24,8 +24,8 @@ from tercet.atomic_io import write_json
 from tercet.config.load import load
 from tercet.config.sections import CheckpointConfig
 from tercet.train import checkpoint, manifest, resume
-from tercet.train.async_save import AsyncSaver
 from tercet.train.checkpoint import Checkpointer, tensors_to_save
+from tercet.train.hooks import AsyncSaver
 from tercet.train.manifest import CheckpointError
 from tercet.train.run_folder import locate
 from tercet.train.state import capture_rng, restore_rng, seed_all

@@ -39,10 +39,8 @@ from tercet.telemetry.events import (
 from tercet.train import console, state, step
 from tercet.train import cuda_graph as graph
 from tercet.train import trainer as loop
-from tercet.train.cuda_graph import StepGraph, fill_bounds
-from tercet.train.graph_choice import GraphChoice
-from tercet.train.interval import Interval
-from tercet.train.state import TrainState, uses_compile
+from tercet.train.cuda_graph import GraphChoice, StepGraph, fill_bounds
+from tercet.train.state import Interval, TrainState, uses_compile
 from tercet.train.step import MicroBatch, NonFiniteGuard
 from tercet.train.trainer import train
 
@@ -436,25 +434,6 @@ def test_blocks_that_exchange_keys_are_not_compiled() -> None:
 def test_a_deterministic_run_does_not_choose_by_timing() -> None:
     assert not uses_cuda_graph(small(run__deterministic=True), "cuda")
     assert uses_cuda_graph(small(run__deterministic=True, train__cuda_graph="on"), "cuda")
-
-
-def test_the_first_error_of_a_capture_is_reported() -> None:
-    first, last = ValueError("no waiting while capturing"), RuntimeError("the capture was invalidated")
-
-    def wait() -> None:
-        raise first
-
-    def capture() -> None:
-        try:
-            graph._mark_errors(wait)
-        finally:
-            raise last
-
-    with pytest.raises(RuntimeError) as broken:
-        capture()
-    assert graph._find_marked(broken.value) is first
-    other = RuntimeError("the capture could not begin")
-    assert graph._find_marked(other) is other
 
 
 def test_every_stage_of_a_run_captures_its_own_graphs(tmp_path: Path, graphs_anywhere: None) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from stepping import SimulatedClock
 from tercet.telemetry.events import GraphChosen
-from tercet.train.graph_choice import STEPS_TO_DECIDE, GraphChoice
+from tercet.train.cuda_graph import STEPS_TO_DECIDE, GraphChoice
 from tercet.train.step import MicroBatch
 
 MS = 1e-3

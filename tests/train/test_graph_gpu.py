@@ -24,9 +24,8 @@ from torch import Tensor
 from runs import losses, small, train_small
 from stepping import SteppedModel
 from tercet.model.loss import IGNORED
-from tercet.train.cuda_graph import GraphCapturer, capacity_for, fill_bounds
+from tercet.train.cuda_graph import STEPS_TO_DECIDE, CudaClock, GraphCapturer, GraphChoice, capacity_for, fill_bounds
 from tercet.train.device import set_arithmetic
-from tercet.train.graph_choice import STEPS_TO_DECIDE, CudaClock, GraphChoice
 from tercet.train.state import capture_rng
 from tercet.train.step import MicroBatch
 from tercet.train.trainer import train

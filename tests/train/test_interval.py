@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tercet.train.interval import Interval
+from tercet.train.state import Interval
 from tercet.train.step import StepResult
 
 ZERO = torch.zeros(())

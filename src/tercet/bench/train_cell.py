@@ -31,8 +31,8 @@ from tercet.errors import TercetError
 from tercet.parallel.strategy import Single
 from tercet.telemetry.events import GraphCaptureFailed
 from tercet.telemetry.observer import LayerProbe
+from tercet.train.cuda_graph import STEPS_TO_DECIDE
 from tercet.train.device import device_name, peak_memory_gib, pick_device
-from tercet.train.graph_choice import STEPS_TO_DECIDE
 from tercet.train.optim import learning_rate
 from tercet.train.state import build_state
 from tercet.train.step import MicroBatch, autocast, loss_sum, train_step, untimed

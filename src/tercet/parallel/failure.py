@@ -1,7 +1,8 @@
 """When one rank dies, hangs or fails, all ranks stop and one of them reports which rank and where.
 
 A failed collective only says "connection closed" or "timed out". To find the cause, every rank writes a heartbeat with
-its step and activity to torchrun's store once a second.
+its step and activity to torchrun's store once a second. A rank that waited in vain also writes its last collectives:
+`torchfrtrace RUN/flight_recorder` shows which rank was in which one.
 """
 
 from __future__ import annotations
@@ -9,21 +10,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import re
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from tercet.atomic_io import atomic_write
 from tercet.errors import TercetError
-from tercet.parallel import flight_recorder
-from tercet.parallel.launch import World
+from tercet.parallel.launch import FLIGHT_RECORDS, World
 
 HEARTBEAT_SECONDS = 1.0
 # Errors of failed collectives that are not a DistError contain one of these.
@@ -44,8 +46,8 @@ class FailureMonitor:
 
     def __init__(self, world: World, status: Callable[[], tuple[int, str]]) -> None:
         """`status` returns this rank's step and activity."""
-        self._launch, self._members, self._world_id, self.status = world.launch, world.members, world.id, status
-        self._folder = world.folder
+        self._world, self.status = world, status
+        self._rank, self._ranks = world.launch.rank, range(world.launch.world_size)
         self._stop = threading.Event()
         self._count = 0
         self._thread = threading.Thread(target=self._publish, name="beat", daemon=True)
@@ -63,7 +65,7 @@ class FailureMonitor:
             if not _is_collective_error(error):
                 step, activity = self.status()
                 failure = {"step": step, "doing": activity, "error": _summary(error)}
-                store.set(f"failed/{self._launch.rank}", json.dumps(failure))
+                store.set(f"failed/{self._rank}", json.dumps(failure))
                 return error
             cause = self._find_cause(store)
             reported_elsewhere = store.add("reported", 1) > 1
@@ -81,11 +83,10 @@ class FailureMonitor:
         before: dict[int, Any] = {}
         silent: Counter[int] = Counter()
         try:
-            others = [rank for rank in range(self._launch.world_size) if rank != self._launch.rank]
             while not done(HEARTBEAT_SECONDS):
                 store = store or self._connect()
-                beats = dict(self._read(store, "beat"))
-                for rank in others:
+                beats = self._read(store, "beat")
+                for rank in self._others:
                     # Counted in polls, not by the clock, which runs on while this process itself is suspended.
                     silent[rank] = silent[rank] + 1 if before.get(rank) == beats.get(rank) else 0
                 before = beats
@@ -96,23 +97,22 @@ class FailureMonitor:
             while not done(HEARTBEAT_SECONDS):
                 pass
 
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in self._ranks if rank != self._rank]
+
     def _peer_failed(self, cause: str, waited: str, *, reported_elsewhere: bool) -> PeerFailed:
         step, activity = self.status()
-        own = f"rank {self._launch.rank} waited for it in step {step} ({activity}: {waited})"
-        self._write_flight_record()
+        own = f"rank {self._rank} waited for it in step {step} ({activity}: {waited})"
+        with contextlib.suppress(Exception):  # a failure here must not hide the first one
+            write_flight_record(Path(self._world.folder), self._rank)
         return PeerFailed(f"{cause}; {own}; all ranks stop", reported_elsewhere=reported_elsewhere)
-
-    def _write_flight_record(self) -> None:
-        """Write this rank's recent collectives for torchfrtrace. A failure here must not hide the first one."""
-        if self._folder is not None:
-            with contextlib.suppress(Exception):
-                flight_recorder.write(Path(self._folder), self._launch.rank)
 
     def _connect(self) -> dist.Store:
         """A new connection: a wait on a shared one would block the heartbeat."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10), wait_for_workers=False)
-        return dist.PrefixStore(f"tercet/{self._world_id}", store)
+        return dist.PrefixStore(f"tercet/{self._world.id}", store)
 
     def _publish(self) -> None:
         with contextlib.suppress(dist.DistError, RuntimeError, OSError):
@@ -121,24 +121,20 @@ class FailureMonitor:
                 self._count += 1
                 step, activity = self.status()
                 beat = {"count": self._count, "step": step, "doing": activity}
-                store.set(f"beat/{self._launch.rank}", json.dumps(beat))
+                store.set(f"beat/{self._rank}", json.dumps(beat))
                 self._stop.wait(HEARTBEAT_SECONDS)
 
     def _find_cause(self, store: dist.Store) -> str:
         """A rank that failed with its own error, else those whose heartbeat stopped, else the one furthest behind."""
-        before = dict(self._read(store, "beat"))
+        before = self._read(store, "beat")
         for _ in range(6):
-            failed = dict(self._read(store, "failed"))
-            if failed:
-                rank = min(failed)
-                failure = failed[rank]
+            if failed := self._read(store, "failed"):
+                rank, failure = min(failed.items())
                 where = f"step {failure['step']} ({failure['doing']})"
                 return f"{self._describe(rank)} failed in {where}: {failure['error']}"
             time.sleep(HEARTBEAT_SECONDS / 2)
-        after = dict(self._read(store, "beat"))
-        others = [r for r in range(self._launch.world_size) if r != self._launch.rank]
-        silent = [r for r in others if after.get(r, {}).get("count") == before.get(r, {}).get("count")]
-        if silent:
+        after = self._read(store, "beat")
+        if silent := [r for r in self._others if after.get(r) == before.get(r)]:
             return "; ".join(self._describe_silent(r, after.get(r)) for r in silent[:4])
         behind = min(after, key=lambda r: after[r]["step"], default=None)
         if behind is None:
@@ -151,7 +147,7 @@ class FailureMonitor:
         return f"{self._describe(rank)} {self._process_state(rank)}{where}"
 
     def _process_state(self, rank: int) -> str:
-        member = self._members[rank]
+        member = self._world.members[rank]
         if member["host"] != socket.gethostname():
             return "does not answer"
         try:
@@ -161,13 +157,12 @@ class FailureMonitor:
         return {"T": "is stopped (SIGSTOP)", "Z": _GONE}.get(state, "is stuck: it sends no heartbeat")
 
     def _describe(self, rank: int) -> str:
-        member = self._members[rank]
+        member = self._world.members[rank]
         return f"rank {rank} (pid {member['pid']} on {member['host']}, {member['device']})"
 
-    def _read(self, store: dist.Store, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        for rank in range(self._launch.world_size):
-            if store.check([f"{key}/{rank}"]):
-                yield rank, json.loads(store.get(f"{key}/{rank}"))
+    def _read(self, store: dist.Store, key: str) -> dict[int, dict[str, Any]]:
+        """What the ranks have published under this key, by rank."""
+        return {r: json.loads(store.get(f"{key}/{r}")) for r in self._ranks if store.check([f"{key}/{r}"])}
 
 
 def _is_collective_error(error: BaseException | None) -> bool:
@@ -186,3 +181,29 @@ def _summary(error: BaseException) -> str:
     text = (str(error).strip() or "no message").splitlines()[0]
     text = re.sub(r"^\[[^]]*\] *", "", text)  # gloo starts with the location in its own sources
     return f"{type(error).__name__}: {text[:160]}"
+
+
+def write_flight_record(run: Path, rank: int) -> Path | None:
+    """Write this rank's recent collectives as torchfrtrace reads them. Returns None if this PyTorch keeps none.
+
+    PyTorch records NCCL's collectives separately from those of other backends; a run on GPUs uses both.
+    """
+    import torch._C._distributed_c10d as c10d
+
+    dumps = [getattr(c10d, name, None) for name in ("_dump_fr_trace", "_dump_nccl_trace")]
+    records: list[dict[str, Any]] = [pickle.loads(dump()) for dump in dumps if dump is not None]
+    if not records:
+        return None
+    # "entries" is missing if there was no collective
+    entries = [entry for record in records for entry in record.get("entries", [])]
+    # the ranks of each process group, which gloo's record does not have
+    names = dist.distributed_c10d._world.pg_names if dist.is_initialized() else {}
+    groups = {
+        name: {"name": name, "desc": group.group_desc, "ranks": str(dist.get_process_group_ranks(group))}
+        for group, name in names.items()
+    }
+    path = run / FLIGHT_RECORDS / f"rank_{rank}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(pickle.dumps({**records[0], "entries": entries, "pg_config": groups}))
+    return path

@@ -26,10 +26,10 @@ from tercet import hints
 from tercet.config.environment import launch_number
 from tercet.config.sections import ParallelConfig
 from tercet.errors import TercetError, UsageError, first_few
-from tercet.parallel import flight_recorder
 from tercet.version import __version__
 
 FIRST_STEP_SECONDS = 1800  # for other ranks: compilation and loading may take unequal times
+FLIGHT_RECORDS = "flight_recorder"  # folder in the run folder: the last collectives of ranks that failed
 _FOLDER_KEY = "tercet/run_folder"
 
 
@@ -129,7 +129,7 @@ class World:
     id: str  # unique per start: the store may still hold keys of an earlier one
     control: dist.ProcessGroup  # flags and objects, on the host; separate from the collectives of training
     checkpoint: dist.ProcessGroup  # for the saving thread only
-    folder: str | None
+    folder: str  # of the run
     members: list[dict[str, Any]]  # every rank's description of itself, by rank
 
     def set_timeout(self, seconds: float) -> None:
@@ -142,22 +142,18 @@ class World:
 
 
 def join(
-    launch: Launch,
-    parallel: ParallelConfig,
-    device: torch.device,
-    config: Mapping[str, Any],
+    launch: Launch, parallel: ParallelConfig, device: torch.device, config: Mapping[str, Any],
     folder: Callable[[str | None], Path],
-) -> World:
+) -> World:  # fmt: skip
     """Wait for all ranks, compare versions and configuration, and create the process groups.
 
     Rank 0 calls `folder` for the run folder, with the folder of an earlier attempt under the same torchrun, if any.
     """
-    member = describe(launch, device, config)
-    print(
+    member = _describe(launch, device, config)
+    restart = f", restart {launch.restarts}" if launch.restarts else ""
+    _say(
         f"rank {launch.rank} of {launch.world_size} (local rank {launch.local_rank}) on {member['host']}, "
-        f"pid {member['pid']}, {member['device']}" + (f", restart {launch.restarts}" if launch.restarts else ""),
-        file=sys.stderr,
-        flush=True,
+        f"pid {member['pid']}, {member['device']}{restart}"
     )
     limit = timedelta(seconds=parallel.timeout_seconds)
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -179,23 +175,38 @@ def join(
         problem.reported_elsewhere = launch.rank != 0
         time.sleep(0.5 if launch.rank == 0 else 0.0)  # the store must live until all ranks have read the verdict
         raise problem
-    os.environ.update(flight_recorder.settings(Path(verdict["folder"]), launch.rank))
+    os.environ.update(flight_recorder_settings(Path(verdict["folder"]), launch.rank))
     if launch.on_one_machine:
         _use_loopback()
     first_step = timedelta(seconds=max(parallel.timeout_seconds, FIRST_STEP_SECONDS))
     nccl = device.type == "cuda" and backend_of(parallel, "cuda") == "nccl"
     dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
-        store=dist.PrefixStore(f"tercet/{verdict['call']}/group", store),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=first_step,
-        device_id=device if nccl else None,
-    )
-    control, checkpoint = (dist.new_group(backend="gloo", timeout=first_step) for _ in range(2))
-    assert control is not None
-    assert checkpoint is not None
+        "cpu:gloo,cuda:nccl" if nccl else "gloo", store=dist.PrefixStore(f"tercet/{verdict['call']}/group", store),
+        rank=launch.rank, world_size=launch.world_size, timeout=first_step, device_id=device if nccl else None,
+    )  # fmt: skip
+    control: Any = dist.new_group(backend="gloo", timeout=first_step)
+    checkpoint: Any = dist.new_group(backend="gloo", timeout=first_step)
     return World(launch, device, verdict["call"], control, checkpoint, verdict["folder"], verdict["members"])
+
+
+def flight_recorder_settings(run: Path, rank: int) -> dict[str, str]:
+    """Environment variables of PyTorch's flight recorder, which it reads when process groups are created.
+
+    NCCL's watchdog may end a process before Tercet writes its record; it writes the same file. Records of earlier
+    processes are moved next to the folder, because torchfrtrace reads subfolders too.
+    """
+    folder = run / FLIGHT_RECORDS
+    # No rank gets past its first collective without rank 0, so all records here are old.
+    if rank == 0 and (records := list(folder.glob("rank_*"))):
+        newest = max(record.stat().st_mtime for record in records)
+        aside = run / f"{FLIGHT_RECORDS}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(newest))}"
+        aside.mkdir(exist_ok=True)
+        for record in records:
+            record.replace(aside / record.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    # 2000 collectives cover the last steps, at about a kilobyte each
+    files = dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(folder / "rank_"))
+    return {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **files}
 
 
 def _use_loopback() -> None:
@@ -217,18 +228,16 @@ def _connect(launch: Launch, limit: timedelta) -> dist.Store:
         # The store would listen on all interfaces.
         listener = socket.create_server((host, port)).detach()
     return dist.TCPStore(
-        host,
-        port,
-        launch.world_size,
-        is_master=is_master,
-        timeout=limit,
-        wait_for_workers=False,
-        multi_tenant=True,
+        host, port, launch.world_size, is_master=is_master, timeout=limit, wait_for_workers=False, multi_tenant=True,
         master_listen_fd=listener,
-    )
+    )  # fmt: skip
 
 
-def describe(launch: Launch, device: torch.device, config: Mapping[str, Any]) -> dict[str, Any]:
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _describe(launch: Launch, device: torch.device, config: Mapping[str, Any]) -> dict[str, Any]:
     """What a rank publishes about itself."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {
@@ -255,26 +264,21 @@ def _register(store: dist.Store, member: dict[str, Any], limit: timedelta) -> di
 
 
 def _admit_ranks(
-    store: dist.Store,
-    launch: Launch,
-    member: dict[str, Any],
-    seconds: float,
-    folder: Callable[[str | None], Path],
+    store: dist.Store, launch: Launch, member: dict[str, Any], seconds: float, folder: Callable[[str | None], Path]
 ) -> dict[str, Any]:
     """On rank 0: wait for all ranks, compare them, and publish the verdict that every rank reads."""
     members = {0: member}
-    path, wrong = None, False  # wrong: the same command would fail again
-    error = _wait_for_ranks(store, launch.world_size, seconds, members)
-    if error is None:
-        error = disagreement(members)
-        wrong = error is not None
-    if error is None:
-        try:
-            earlier = store.get(_FOLDER_KEY).decode() if launch.restarts and store.check([_FOLDER_KEY]) else None
-            path = str(folder(earlier))
-            store.set(_FOLDER_KEY, path)
-        except TercetError as problem:
-            error, wrong = str(problem), isinstance(problem, UsageError)
+    path = error = None
+    wrong = False  # whether the same command would fail again
+    try:
+        _wait_for_ranks(store, launch.world_size, seconds, members)
+        if (difference := disagreement(members)) is not None:
+            raise WrongLaunch(difference)
+        earlier = store.get(_FOLDER_KEY).decode() if launch.restarts and store.check([_FOLDER_KEY]) else None
+        path = str(folder(earlier))
+        store.set(_FOLDER_KEY, path)
+    except TercetError as problem:
+        error, wrong = str(problem), isinstance(problem, UsageError)
     public = [{k: v for k, v in members[r].items() if k not in ("config", "versions")} for r in sorted(members)]
     verdict = {"error": error, "wrong": wrong, "folder": path, "members": public, "call": member["name"]}
     for other in members.values():
@@ -282,8 +286,8 @@ def _admit_ranks(
     return verdict
 
 
-def _wait_for_ranks(store: dist.Store, ranks: int, seconds: float, members: dict[int, Any]) -> str | None:
-    """Fill `members`; returns an error if some rank does not arrive in time.
+def _wait_for_ranks(store: dist.Store, ranks: int, seconds: float, members: dict[int, Any]) -> None:
+    """Fill `members`. Raises if some rank does not arrive in time.
 
     The store may hold descriptions that ranks of an earlier attempt left, so a rank counts only once it answers.
     """
@@ -301,22 +305,20 @@ def _wait_for_ranks(store: dist.Store, ranks: int, seconds: float, members: dict
         now = time.monotonic()
         if missing and now - started > seconds:
             hosts = ", ".join(sorted({m["host"] for m in members.values()}))
-            return (
+            raise LaunchError(
                 f"rank {first_few(missing, 8)} did not arrive within {seconds:g} s ({len(members)} of {ranks} are "
                 f"here, on {hosts}): see the output of the machine that should have started it"
             )
         if missing and now - last_report > 10:
             last_report = now
-            print(f"waiting for rank {', '.join(missing[:8])}: {now - started:.0f} s", file=sys.stderr, flush=True)
+            _say(f"waiting for rank {', '.join(missing[:8])}: {now - started:.0f} s")
         time.sleep(0.02)
-    return None
 
 
 def disagreement(members: Mapping[int, Mapping[str, Any]]) -> str | None:
     """The first difference between a rank and rank 0, with both values."""
     first = members[0]
-    for rank in sorted(members):
-        other = members[rank]
+    for rank, other in sorted(members.items()):
         if other["world_size"] != first["world_size"]:
             return f"rank {rank} was started with {other['world_size']} ranks and rank 0 with {first['world_size']}"
         for name, version in first["versions"].items():

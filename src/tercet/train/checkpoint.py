@@ -20,9 +20,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -141,12 +141,11 @@ def _fix(problem: str, names: Sequence[str]) -> str:
     return ": use the model settings of these weights, in config.toml of their run"
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     """A complete checkpoint on disk."""
 
-    path: Path
     step: int
+    path: Path
     bytes: int
     seconds: float  # from the start of the save until it was complete
     blocked_seconds: float  # how much of that time training waited
@@ -212,7 +211,7 @@ class Checkpointer:
             writer.discard()
             raise CheckpointError(_describe_failure(error, writer)) from error
         now = time.perf_counter()
-        return Saved(writer.final, writer.step, writer.bytes, now - self._started, self._blocked + now - wait_started)
+        return Saved(writer.step, writer.final, writer.bytes, now - self._started, self._blocked + now - wait_started)
 
 
 class _CommittingWriter(HuggingFaceStorageWriter):

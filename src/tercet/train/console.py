@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from tercet import hints
-from tercet.atomic_io import write_json
 from tercet.config.keys import flatten
 from tercet.config.load import describe
 from tercet.config.schema import RunConfig, cuda_graph_problem, uses_cuda_graph
@@ -25,8 +24,6 @@ from tercet.doctor.memory import largest_stage, shortage, step_memory, with_flag
 from tercet.errors import TercetError, UsageError, is_out_of_memory
 from tercet.model.cost import parameters, selector_parameters
 from tercet.parallel.strategy import Strategy
-from tercet.telemetry.event_log import EventLog, read_events
-from tercet.telemetry.events import RunEnded
 from tercet.telemetry.hardware import (
     CPU_UTILISATION,
     GIB,
@@ -36,13 +33,11 @@ from tercet.telemetry.hardware import (
     peak_flops,
 )
 from tercet.telemetry.progress import Screen
-from tercet.telemetry.sinks import summarise
 from tercet.telemetry.units import duration, passes_of, plural, quantity, size
 from tercet.train import manifest
 from tercet.train.device import device_name
 from tercet.train.run_folder import RunFolder
-from tercet.train.stages import step_flops
-from tercet.train.state import TrainState, uses_compile
+from tercet.train.state import TrainState, step_flops, uses_compile
 
 METRICS = "metrics.json"
 ANNOUNCED_STEP = 60  # seconds: a note announces a first step that takes longer
@@ -82,15 +77,36 @@ def header_lines(
             lines.append(("warning", warning))
     if (warning := config.largest_shuffle.shuffle_warning(vocab_size, _host_memory())) is not None:
         lines.append(("warning", warning))
+    return [*lines, *(("note", note) for note in _notes(config))]
+
+
+# With 64 queries per step one layer learned to copy nearly as well as dense, with 16 it did not
+# (docs/lab-notes/learned-selection.md, "How many queries must teach a selector?").
+_TAUGHT_QUERIES = 64
+_FAST_SHUFFLE = 32 << 20  # tokens that are packed in about a second
+
+
+def _notes(config: RunConfig) -> Iterator[str]:
+    """Settings that are valid, and probably not meant so."""
+    train, model, data = config.train, config.model, config.largest_shuffle
     if train.warmup_steps >= train.steps:
-        lines.append(
-            ("note", f"warmup_steps={train.warmup_steps} covers all {train.steps} steps: lr stays below its peak")
+        yield f"warmup_steps={train.warmup_steps} covers all {train.steps} steps: lr stays below its peak"
+    if model.selector == "learned" and "nsa" in model.attention_kinds:
+        tokens = min(stage.train.tokens_per_step for stage in config.stages)
+        taught = max(1, tokens // train.selector.every)
+        if (found := config.nothing_to_choose) is not None:
+            yield f"model.selector=learned has nothing to choose: {found.reason}: {found.fix}"
+        elif taught < _TAUGHT_QUERIES:
+            yield (
+                f"train.selector.every={train.selector.every}: selectors learn from only {taught} of {tokens:,} "
+                f"queries per step, use --train.selector.every {max(1, tokens // _TAUGHT_QUERIES)}"
+            )
+    read = config.total_tokens // data.seq_len
+    if data.shuffle_sequences > read and data.shuffle_sequences * data.seq_len >= _FAST_SHUFFLE:
+        yield (
+            f"data.shuffle_sequences={data.shuffle_sequences} sequences are packed before the first step, but the run "
+            f"reads only {read:,}: --data.shuffle_sequences {read} starts sooner"
         )
-    if note := _nothing_to_select(config) or _few_queries_teach(config):
-        lines.append(("note", note))
-    if note := _shuffles_more_than_it_reads(config):
-        lines.append(("note", note))
-    return lines
 
 
 def _execution(config: RunConfig, device: torch.device) -> list[str]:
@@ -106,47 +122,6 @@ def _execution(config: RunConfig, device: torch.device) -> list[str]:
     if config.run.deterministic:
         options.append("deterministic")
     return options
-
-
-def _nothing_to_select(config: RunConfig) -> str:
-    """A note if a learned selector is never needed."""
-    model = config.model
-    if model.selector != "learned" or "nsa" not in model.attention_kinds or (found := config.nothing_to_choose) is None:
-        return ""
-    return f"model.selector=learned has nothing to choose: {found.reason}: {found.fix}"
-
-
-# With 64 queries per step one layer learned to copy nearly as well as dense, with 16 it did not
-# (docs/lab-notes/learned-selection.md, "How many queries must teach a selector?").
-_TAUGHT_QUERIES = 64
-
-
-def _few_queries_teach(config: RunConfig) -> str:
-    """A note if the loss of learned selectors is computed on very few queries of a step."""
-    model, selector = config.model, config.train.selector
-    tokens = min(stage.train.tokens_per_step for stage in config.stages)
-    taught = max(1, tokens // selector.every)
-    if model.selector != "learned" or "nsa" not in model.attention_kinds or taught >= _TAUGHT_QUERIES:
-        return ""
-    return (
-        f"train.selector.every={selector.every}: selectors learn from only {taught} of {tokens:,} queries per step, "
-        f"use --train.selector.every {max(1, tokens // _TAUGHT_QUERIES)}"
-    )
-
-
-_FAST_SHUFFLE = 32 << 20  # tokens that are packed in about a second
-
-
-def _shuffles_more_than_it_reads(config: RunConfig) -> str:
-    """A note if most of a long wait for the first step is for sequences that the run does not reach."""
-    data = config.largest_shuffle
-    read = config.total_tokens // data.seq_len
-    if data.shuffle_sequences <= read or data.shuffle_sequences * data.seq_len < _FAST_SHUFFLE:
-        return ""
-    return (
-        f"data.shuffle_sequences={data.shuffle_sequences} sequences are packed before the first step, but the run "
-        f"reads only {read:,}: --data.shuffle_sequences {read} starts sooner"
-    )
 
 
 def _sequences(config: RunConfig) -> str:
@@ -257,13 +232,6 @@ def precision_of(config: RunConfig, device: torch.device) -> str:
     return resolved_precision(config.train.precision, device.type)
 
 
-def log_end(log: EventLog, folder: RunFolder, outcome: str, reason: str, state: TrainState, started: float) -> None:
-    """Write the closing event and, on rank 0, metrics.json."""
-    log.emit(RunEnded(step=state.step, outcome=outcome, reason=reason, seconds=time.time() - started))
-    if log.rank == 0:
-        write_json(folder.path / METRICS, summarise(read_events(log.path)))
-
-
 class Start(NamedTuple):
     """Where this process started."""
 
@@ -282,17 +250,21 @@ def print_summary(
     if start.step:  # the time is this process's only
         done, tokens = state.step - start.step, quantity(state.tokens - start.tokens)
         steps += f" ({done} steps, {tokens} tokens since the resume)"
+    look = [hints.generate(folder.path, config.sample_prompt or "TEXT"), hints.report(folder.path)]
     if not completed and state.step == 0:
         screen.say(f"{reason}: stopped before the first step: nothing to save, the same command starts again")
         return
-    look = [hints.generate(folder.path, config.sample_prompt or "TEXT"), hints.report(folder.path)]
     if not completed:
         screen.say(f"{reason}: saved step {state.step} and stopped ({steps}, {seconds})")
         screen.say(f"resume with: {hints.resume(folder.path, config.parallel.world_size)}")
         screen.say("\n  ".join(["generate text, check the run:", *look]))
         return
-    if state.step == start.step > 0:
-        screen.say(_nothing_left(config, folder, state.step, reason))
+    longer = _train_longer(config, folder, state.step)
+    if state.step == start.step > 0:  # it was already complete
+        why = f" and {reason}" if state.step < config.train.steps else ""
+        screen.say(
+            f"nothing left to do: {state.step} of {config.train.steps} steps are done{why}; train longer with: {longer}"
+        )
         return
     if bad_records:
         again = " (each is counted in every epoch)" if epoch else ""
@@ -303,15 +275,7 @@ def print_summary(
     named = (("smoothed loss", "smoothed_loss"), ("validation loss", "val_loss"))
     losses = [f"{name} {metrics[key]:.4f}" for name, key in named if metrics.get(key)]
     screen.say(f"done: {steps} in {seconds} ({reason}); {', '.join([*losses, f'run folder {folder.path}'])}", wrap=True)
-    longer = _train_longer(config, folder, state.step)
     screen.say("\n  ".join(["next: generate text, check the run, train longer", *look, longer]))
-
-
-def _nothing_left(config: RunConfig, folder: RunFolder, done: int, reason: str) -> str:
-    """For a resumed run that was already complete."""
-    why = f" and {reason}" if done < config.train.steps else ""
-    longer = _train_longer(config, folder, done)
-    return f"nothing left to do: {done} of {config.train.steps} steps are done{why}; train longer with: {longer}"
 
 
 def _train_longer(config: RunConfig, folder: RunFolder, done: int) -> str:
@@ -327,9 +291,11 @@ def _train_longer(config: RunConfig, folder: RunFolder, done: int) -> str:
 def check_memory(config: RunConfig, device: torch.device) -> None:
     """Refuse a model whose training state alone exceeds the device, before any of it is allocated; on a CPU, also one
     whose steps take far more than its memory."""
-    needed, available = step_memory(config, precision_of(config, device)), _device_memory(device)
-    state = needed.weights + needed.gradients + needed.optimizer
-    if available is not None and state > available:
+    precision, available = precision_of(config, device), _device_memory(device)
+    if available is None:
+        return
+    needed = step_memory(config, precision)
+    if (state := needed.weights + needed.gradients + needed.optimizer) > available:
         raise UsageError(
             f"{quantity(parameters(config.model).total)} parameters with gradients and optimizer state take "
             f"{size(state)} per rank, and {device_name(device)} has {size(available)}: use a smaller model, or more "
@@ -337,11 +303,10 @@ def check_memory(config: RunConfig, device: torch.device) -> None:
         )
     # A GPU that runs out of memory raises an error, a host kills processes: refuse what cannot fit even if the estimate
     # is far too high.
-    _, largest = largest_stage(config, precision_of(config, device))
-    step = step_memory(largest, precision_of(config, device)).total
-    if device.type == "cpu" and available is not None and step > 1.5 * available:
+    step = step_memory(largest_stage(config, precision)[1], precision).total
+    if device.type == "cpu" and step > 1.5 * available:
         missing = "" if torch.cuda.is_available() else "no GPU was found, and on this CPU "
-        raise UsageError(missing + (shortage(config, precision_of(config, device), available, on_gpu=False) or ""))
+        raise UsageError(missing + (shortage(config, precision, available, on_gpu=False) or ""))
 
 
 @contextmanager
@@ -355,22 +320,18 @@ def memory_errors(config: RunConfig, device: torch.device, step: Callable[[], in
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise TercetError(_out_of_memory(error, config, config.stage_index(step() + 1), device)) from error
-
-
-def _out_of_memory(error: Exception, run: RunConfig, stage: int, device: torch.device) -> str:
-    config = run.stages[stage]
-    tried = re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", str(error))
-    amount = "" if tried is None else size(float(tried[1])) if tried[2] == "bytes" else f"{tried[1]} {tried[2]}"
-    needed, available = step_memory(config, precision_of(config, device)).total, _device_memory(device)
-    return "; ".join(
-        [
+        index = config.stage_index(step() + 1)
+        needed = step_memory(config.stages[index], precision_of(config, device)).total
+        available = _device_memory(device)
+        tried = re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", str(error))
+        amount = "" if tried is None else size(float(tried[1])) if tried[2] == "bytes" else f"{tried[1]} {tried[2]}"
+        parts = [
             f"out of memory on {device}{amount and f' (tried to allocate {amount})'}: a step needs about {size(needed)}"
             + ("" if available is None else f" of {size(available)}"),
-            *(f"{text} saves about {size(saved)}" for saved, text in _memory_savings(run, stage, device, needed)),
+            *(f"{text} saves about {size(saved)}" for saved, text in _memory_savings(config, index, device, needed)),
             "--debug shows where",
         ]
-    )
+        raise TercetError("; ".join(parts)) from error
 
 
 def _memory_savings(run: RunConfig, stage: int, device: torch.device, needed: int) -> list[tuple[int, str]]:

@@ -23,7 +23,10 @@ capacity here.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,13 +35,19 @@ from torch import Tensor, nn
 from tercet.errors import TercetError
 from tercet.model.attention import Attention
 from tercet.parallel.strategy import Single
-from tercet.telemetry.events import Event, GraphCaptureFailed, Noted
-from tercet.train.graph_choice import GraphChoice
+from tercet.telemetry.events import Event, GraphCaptureFailed, GraphChosen, Noted
 from tercet.train.step import MicroBatch, Phase, Progress, autocast, loss_sum, run_eager
 
 MIN_CAPACITY = 16
 # The first pass compiles; the second adds to existing gradients, which is different code.
 _WARM_UPS = 2
+# train.cuda_graph=auto: eager steps that compile or allocate memory, and steps that are then measured
+_UNMEASURED = 3
+_MEASURED = 5
+# The GPU waits for the host if it is behind by less than this share of the host's time for a pass.
+_WAITING_BELOW = 0.1
+# Steps after which a graph has been captured, if it is going to be
+STEPS_TO_DECIDE = _UNMEASURED + _MEASURED + 2
 
 
 def capacity_for(documents: int) -> int:
@@ -87,12 +96,17 @@ class GraphCapturer:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         gc_was_enabled = gc.isenabled()
         gc.disable()
+        first: Exception | None = None
         try:
             # thread_local: the loader pins memory and saves copy tensors in other threads meanwhile
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                _mark_errors(run)
-        except RuntimeError as error:
-            cause = _find_marked(error)
+                try:
+                    run()
+                except Exception as error:
+                    first = error  # a failed capture ends with another error, which hides it
+                    raise
+        except Exception as error:
+            cause = first or error
             if isinstance(cause, torch.OutOfMemoryError):
                 raise cause from None
             summary = f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[0]}"
@@ -137,22 +151,115 @@ class _ArrayInterface:
         self.__cuda_array_interface__ = tensor.__cuda_array_interface__
 
 
-class _CaptureFailed(RuntimeError):
-    """Marks the first error inside a capture: a failed capture ends with another error that hides it."""
+class CudaClock:
+    """Host time, and points in the device's queue."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> float:
+        """Seconds on the host."""
+        return time.perf_counter()
+
+    def mark(self) -> torch.cuda.Event:
+        """A mark after the work launched so far."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def reached(self, mark: torch.cuda.Event) -> bool:
+        """Whether the device has reached it; does not wait."""
+        return mark.query()
+
+    def between(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        """Seconds on the device between two marks that it has reached."""
+        return first.elapsed_time(last) / 1e3
+
+    def wait(self) -> None:
+        """Wait until the device is idle."""
+        torch.cuda.synchronize(self._device)
 
 
-def _mark_errors(run: Callable[[], None]) -> None:
-    try:
-        run()
-    except Exception as error:
-        raise _CaptureFailed from error
+@dataclass(frozen=True)
+class _Step:
+    started: float
+    launched: float
+    end: torch.cuda.Event  # after the last launch
 
 
-def _find_marked(error: BaseException) -> BaseException:
-    current: BaseException | None = error
-    while current is not None and not isinstance(current, _CaptureFailed):
-        current = current.__context__
-    return error if current is None or current.__cause__ is None else current.__cause__
+class GraphChoice:
+    """train.cuda_graph=auto: one decision per device and batch shape, to use graphs if the GPU waits for launches.
+
+    The first steps of a shape run eagerly. After warm-up, each step notes when the host has launched all passes, and
+    marks that point in the GPU's queue. If the GPU reaches the mark at almost the same time, it was waiting for
+    launches, and a graph helps. If it is behind, the host was waiting, or will be, and a graph would only cost memory.
+    Host times alone are not enough: a host that is ahead is blocked by the full launch queue and seems as slow as the
+    GPU. Waits for the device once, before the measured steps.
+    """
+
+    def __init__(self, clock: CudaClock, device: str) -> None:
+        self.made: dict[str, bool] = {}  # saved in checkpoints: a resumed run repeats the decisions
+        self._clock, self._device = clock, device
+        self.events: list[Event] = []  # decisions that are not logged yet
+        self._shape, self._passes = "", 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Measure anew, unless the shape is decided."""
+        self._unmeasured = 0
+        self._idle: tuple[float, torch.cuda.Event] | None = None  # a point that host and device passed at the same time
+        self._steps: list[_Step] = []
+
+    def uses_graph(self, batches: Sequence[MicroBatch]) -> bool:
+        """Whether the step runs as a graph; if not, run it within `measured`."""
+        shape = _shape(batches[0])
+        if shape != self._shape:
+            self._shape, self._passes = shape, len(batches)
+            self.restart()
+        if len(self._steps) == _MEASURED and self._clock.reached(self._steps[-1].end):
+            self._decide()
+        return self.made.get(self._key, False)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Wraps the launches of an eager step."""
+        if self._key in self.made or len(self._steps) == _MEASURED:
+            yield
+        elif self._unmeasured < _UNMEASURED:
+            self._unmeasured += 1
+            yield
+        else:
+            if self._idle is None:
+                self._clock.wait()
+                self._idle = self._clock.now(), self._clock.mark()
+            started = self._clock.now()
+            yield
+            self._steps.append(_Step(started, self._clock.now(), self._clock.mark()))
+
+    @property
+    def _key(self) -> str:
+        return f"{self._device}: {self._shape}"
+
+    def _decide(self) -> None:
+        assert self._idle is not None
+        time_0, mark_0 = self._idle
+        host = statistics.median(s.launched - s.started for s in self._steps)
+        behind = statistics.median(self._clock.between(mark_0, s.end) - (s.launched - time_0) for s in self._steps)
+        graph = behind < _WAITING_BELOW * host / self._passes
+        self.made[self._key] = graph
+        self.events.append(
+            GraphChosen(step=0, graph=graph, shape=self._shape, host_seconds=host, behind_seconds=max(0.0, behind))
+        )
+        self.restart()
+
+
+def _size(tokens: Sequence[int]) -> str:
+    return " × ".join(map(str, tokens)) + " tokens"
+
+
+def _shape(batch: MicroBatch) -> str:
+    size = _size(batch.tokens.shape)
+    return size if batch.max_seqlen is None else f"{size} in documents of at most {batch.max_seqlen}"
 
 
 @dataclass(frozen=True)
@@ -183,14 +290,9 @@ class StepGraph:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        precision: str,
-        capturer: GraphCapturer | None = None,
-        *,
-        may_fail: bool,
+        self, model: nn.Module, precision: str, capturer: GraphCapturer | None = None, *, may_fail: bool,
         choice: GraphChoice | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._model, self._precision, self._may_fail = model, precision, may_fail
         self.choice = choice
         self._trained = [p for p in model.parameters() if p.requires_grad]
@@ -198,8 +300,7 @@ class StepGraph:
         self._capturer = capturer or GraphCapturer(device)
         self._layers = [m for m in model.modules() if isinstance(m, Attention)]
         self._stats = [m.stats for m in self._layers if m.spec.sparse]
-        self._scale = torch.ones((), dtype=torch.float32, device=device)
-        self._loss = torch.zeros((), dtype=torch.float32, device=device)
+        self._scale, self._loss = torch.ones((), device=device), torch.zeros((), device=device)
         self._stat_sums = torch.stack([s.sums(device) for s in self._stats]) if self._stats else None
         self._shape: GraphShape | None = None
         self._buffers: MicroBatch | None = None
@@ -233,13 +334,12 @@ class StepGraph:
         self, batches: Sequence[MicroBatch], scale: Tensor, phase: Phase, progress: Progress | None = None
     ) -> Tensor:
         """See StepExecutor. Only capturing waits for the device, and the choice once."""
-        if self.choice is not None and not self.choice.uses_graph(batches):
-            with self.choice.measured():
-                return run_eager(self._model, batches, scale, self._precision, Single(), phase, progress)
+        uses_graph = self.choice is None or self.choice.uses_graph(batches)
         with_stats = any(s.enabled for s in self._stats)
         self._scale.copy_(scale)
-        if not self._try_prepare(batches, with_stats):
-            return run_eager(self._model, batches, scale, self._precision, Single(), phase, progress)
+        if not uses_graph or not self._try_prepare(batches, with_stats):
+            with nullcontext() if uses_graph or self.choice is None else self.choice.measured():
+                return run_eager(self._model, batches, scale, self._precision, Single(), phase, progress)
         assert self._shape is not None
         grads = self._grads[with_stats]
         total, stat_sums = torch.zeros_like(self._loss), None
@@ -286,7 +386,7 @@ class StepGraph:
 
     def _clear(self) -> None:
         self._graphs, self._grads, self._buffers = {}, {}, None
-        self._drop_grads()
+        self._set_grads(None)
         self._capturer.reset()
 
     def _prepare(self, batches: Sequence[MicroBatch], with_stats: bool) -> None:
@@ -310,30 +410,26 @@ class StepGraph:
         """Capture graphs of this shape: without statistics, with them, or both once both have been used."""
         variants = sorted({*self._graphs, with_stats})
         self._clear()
-        self._allocate_buffers(shape, batch)
-        self._fill(batch)
-        has_grad = self._warm_up(variants)
-        accumulators: list[Tensor | None] = [None] * len(self._trained)
-        if shape.accumulates:
-            accumulators = [torch.zeros_like(p) if h else None for p, h in zip(self._trained, has_grad, strict=True)]
-        for variant in variants:
-            self._enable_stats(variant)
-            self._set_grads(accumulators)
-            self._graphs[variant] = self._capturer.capture(self._pass)
-            self._grads[variant] = accumulators if shape.accumulates else self._borrow_grads()
-            self._drop_grads()  # the next graph can reuse the memory of these gradients
-        self._enable_stats(with_stats)
-        self._routes = [layer.routes for layer in self._layers]
-        self._events.append(Noted(step=0, text=self._describe(shape, len(variants))))
-
-    def _allocate_buffers(self, shape: GraphShape, batch: MicroBatch) -> None:
-        """Static inputs for the graphs of this shape."""
         bounds = None
         if shape.capacity is not None:
             self.capacity = shape.capacity
             bounds = torch.zeros(shape.capacity + 1, dtype=torch.int32, device=self._device)
         tokens, targets = torch.empty_like(batch.tokens), torch.empty_like(batch.targets)
         self._shape, self._buffers = shape, MicroBatch(tokens, targets, bounds, shape.max_seqlen)
+        self._fill(batch)
+        has_grad = self._warm_up(variants)
+        accumulators: list[Tensor | None] | None = None
+        if shape.accumulates:
+            accumulators = [torch.zeros_like(p) if h else None for p, h in zip(self._trained, has_grad, strict=True)]
+        for variant in variants:
+            self._enable_stats(variant)
+            self._set_grads(accumulators)
+            self._graphs[variant] = self._capturer.capture(self._pass)
+            self._grads[variant] = accumulators or self._borrow_grads()
+            self._set_grads(None)  # the next graph can reuse the memory of these gradients
+        self._enable_stats(with_stats)
+        self._routes = [layer.routes for layer in self._layers]
+        self._events.append(Noted(step=0, text=self._describe(shape, len(variants))))
 
     def _warm_up(self, variants: Sequence[bool]) -> list[bool]:
         """Run the passes that will be captured. Returns which parameters got a gradient."""
@@ -343,15 +439,14 @@ class StepGraph:
             for _ in range(_WARM_UPS):
                 self._capturer.warm_up(self._pass)
             has_grad = [p.grad is not None for p in self._trained]
-            self._drop_grads()
+            self._set_grads(None)
         return has_grad
 
     def _describe(self, shape: GraphShape, variants: int) -> str:
-        size = " × ".join(map(str, shape.tokens)) + " tokens"
         documents = "" if shape.capacity is None else f", up to {shape.capacity} documents"
         statistics = " (with and without statistics)" if variants > 1 else ""
         pool = f"{self._capturer.pool_bytes / 2**30:.2f} GiB reserved"
-        return f"CUDA graph: captured passes of {size}{documents}{statistics}, {pool}"
+        return f"CUDA graph: captured passes of {_size(shape.tokens)}{documents}{statistics}, {pool}"
 
     def _pass(self) -> None:
         """What a graph contains. Everything it reads and everything that outlives it has a fixed address."""
@@ -377,12 +472,9 @@ class StepGraph:
             stats.enabled = on
             stats.reset()
 
-    def _set_grads(self, grads: Sequence[Tensor | None]) -> None:
-        for parameter, grad in zip(self._trained, grads, strict=True):
+    def _set_grads(self, grads: Sequence[Tensor | None] | None) -> None:
+        for parameter, grad in zip(self._trained, grads or [None] * len(self._trained), strict=True):
             parameter.grad = grad
-
-    def _drop_grads(self) -> None:
-        self._set_grads([None] * len(self._trained))
 
     def _borrow_grads(self) -> list[Tensor | None]:
         """Where the graph just captured leaves the gradients, without keeping that memory alive."""

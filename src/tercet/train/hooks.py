@@ -1,4 +1,4 @@
-"""Attachments of a training run: event sinks, the watchdog, the observer, and signal handlers."""
+"""What surrounds the training loop: the other ranks, readers of the event log, checkpoint saves, and signals."""
 
 from __future__ import annotations
 
@@ -6,36 +6,89 @@ import contextlib
 import os
 import signal
 import sys
-from contextlib import ExitStack, closing
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Self
+from types import FrameType
+from typing import Any, Self
 
+import torch
+
+from tercet.config.keys import flatten_table
 from tercet.config.schema import RunConfig
-from tercet.model.cost import parameters
-from tercet.parallel.strategy import Strategy
+from tercet.errors import EXIT_FAILURE, TercetError
+from tercet.parallel.launch import Launch, LaunchError, check_launch, join
+from tercet.parallel.strategy import Single, Strategy, build_strategy
 from tercet.telemetry.event_log import EventLog
-from tercet.telemetry.events import Event, RunStarted
+from tercet.telemetry.events import CheckpointFailed, CheckpointSaved, Event
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.sinks import BackgroundSink, ExchangeSink, WandbSink, csv_sinks, slow_sinks
 from tercet.telemetry.watchdog import Heartbeat, Watchdog
+from tercet.terminal import printable
+from tercet.train import manifest
+from tercet.train.checkpoint import Checkpointer
 from tercet.train.console import precision_of
-from tercet.train.device import device_name
+from tercet.train.manifest import CheckpointError
+from tercet.train.run_folder import locate
 from tercet.train.state import TrainState
 
 
+def join_run(
+    config: RunConfig, resume: str | None, launch: Launch, device: torch.device
+) -> tuple[Strategy, Path, str | None]:
+    """The strategy, the run folder that all ranks agreed on, and what to resume from.
+
+    A process that torchrun restarted resumes from the newest checkpoint, whatever the first one was asked to do.
+    """
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    try:
+        warnings = check_launch(config.parallel, launch, device.type, gpus)
+    except LaunchError as error:
+        error.reported_elsewhere = launch.rank > 0  # all ranks see the same error
+        raise
+    for warning in warnings if launch.local_rank == 0 else []:  # once per machine
+        print(f"warning: {printable(warning)}", file=sys.stderr)
+    if config.parallel.strategy == "single":
+        return Single(), locate(config, resume), resume
+
+    def folder(earlier: str | None) -> Path:
+        return Path(earlier) if earlier else locate(config, resume)
+
+    world = join(launch, config.parallel, device, flatten_table(config.model_dump(mode="json")), folder)
+    path = Path(world.folder)
+    # a machine that joins again counts its restarts from zero
+    restarts = max(member["restarts"] for member in world.members)
+    if restarts and (resume is None or manifest.complete_checkpoints(path / "checkpoints")):
+        resume = "auto"
+    return build_strategy(config.parallel, config.train, world), path, resume
+
+
+@contextmanager
+def rank_context(strategy: Strategy) -> Iterator[None]:
+    """Leave the process groups at the end. On an error, exit at once: closing groups would wait for other ranks."""
+    try:
+        yield
+    except BaseException as error:
+        if strategy.world_size == 1:
+            raise
+        cause = strategy.explain(error)
+        if not isinstance(cause, TercetError) or "--debug" in sys.argv:
+            traceback.print_exception(cause)
+        elif not cause.reported_elsewhere:
+            print(f"error: {printable(str(cause))}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        code = 130 if isinstance(cause, KeyboardInterrupt) else EXIT_FAILURE  # as a single process with this error
+        os._exit(cause.exit_code if isinstance(cause, TercetError) else code)
+    strategy.close()
+
+
 def attach(
-    stack: ExitStack,
-    config: RunConfig,
-    state: TrainState,
-    strategy: Strategy,
-    folder: Path,
-    log: EventLog,
-    beat: Heartbeat,
-    screen: Screen,
-    past: list[Event],
-) -> Observer:
+    stack: ExitStack, config: RunConfig, state: TrainState, strategy: Strategy, folder: Path, log: EventLog,
+    beat: Heartbeat, screen: Screen, past: list[Event],
+) -> Observer:  # fmt: skip
     """Attach sinks, watchdog and observer; `stack` closes them. Rank 0 writes the files that all ranks share."""
     if strategy.rank == 0:
         log.readers += [screen, *csv_sinks(folder, past)]
@@ -51,42 +104,91 @@ def attach(
         table = folder / f"exchange_rank{strategy.rank}.csv"
         log.readers.append(ExchangeSink(table, strategy.traffic, state.step))
     log.readers.append(stack.enter_context(Watchdog(folder, strategy.rank, config.health, beat, log)).observe)
-    return stack.enter_context(
-        closing(
-            Observer(
-                config,
-                folder,
-                strategy.rank,
-                state.device,
-                state.model,
-                state.optimizer,
-                log,
-                precision_of(config, state.device),
-                strategy.all_sum,
-                state.interval.excluded,
-                lambda: state.held_bytes,
+    observer = Observer(
+        config, folder, strategy.rank, state.device, state.model, state.optimizer, log,
+        precision_of(config, state.device), strategy.all_sum, state.interval.excluded, lambda: state.held_bytes,
+    )  # fmt: skip
+    return stack.enter_context(closing(observer))
+
+
+class AsyncSaver:
+    """At most one save is in progress. Every result is logged as an event."""
+
+    def __init__(
+        self, checkpointer: Checkpointer, state: TrainState, config: Mapping[str, Any], log: EventLog,
+        observer: Observer,
+    ) -> None:  # fmt: skip
+        """config: the run's configuration as JSON, which every checkpoint contains."""
+        self._checkpointer, self._state, self._config = checkpointer, state, config
+        self._log, self._observer = log, observer
+        self._saved_step = state.step
+        self._failures_in_row = 0
+        self._logged: Exception | None = None  # the last failure that `collect` has logged
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether the current step has been saved, or is where this process started."""
+        return self._state.step == self._saved_step
+
+    def save(self) -> None:
+        """Save the current step; in the background if `checkpoint.async_save` is set."""
+        state = self._state
+        with state.interval.excluded():
+            self.collect(wait=True)
+            self._observer.flush_routes(state.step)
+            self._log.sync()
+            self._checkpointer.save(
+                state.step, state.model, state.optimizer, state.run_state(self._config), state.rank_state()
             )
-        )
-    )
+            self._saved_step = state.step
+            if not self._checkpointer.config.async_save:
+                self.collect(wait=True)
 
+    def collect(self, *, wait: bool) -> None:
+        """Log a save that has ended; with `wait`, wait for the one in progress. Raises after too many failures."""
+        try:
+            saved = self._checkpointer.collect(wait=wait)
+        except CheckpointError as error:
+            self._failures_in_row += 1
+            self._saved_step = -1
+            self._log.emit(CheckpointFailed(step=self._state.step, reason=str(error)))
+            self._logged = error
+            if self._failures_in_row > self._checkpointer.config.failures_allowed:
+                raise
+            return
+        if saved is not None:
+            self._failures_in_row = 0
+            self._observer.add_excluded("checkpoint", saved.blocked_seconds)
+            self._log.emit(CheckpointSaved(**saved._asdict() | {"path": str(saved.path)}))
 
-def run_started(
-    config: RunConfig, state: TrainState, strategy: Strategy, resumed_from: Path | None, superseded: int
-) -> RunStarted:
-    """The first event of this process."""
-    return RunStarted(
-        step=state.step,
-        name=config.run.name,
-        steps=config.train.steps,
-        world_size=strategy.world_size,
-        strategy=strategy.name,
-        device=device_name(state.device),
-        parameters=parameters(config.model).total,
-        tokens_per_step=config.train.tokens_per_step,
-        accumulation=config.at_step(state.step + 1).accumulation,
-        resumed_from=str(resumed_from.resolve()) if resumed_from else None,
-        superseded=superseded,
-    )
+    def finish(self) -> None:
+        """Wait for the last save of a run, which must succeed."""
+        self.collect(wait=True)
+        if self._failures_in_row:
+            raise CheckpointError("the last checkpoint could not be written; see the warning above")
+
+    def save_after_error(self, screen: Screen) -> None:
+        """Save the current step after a failure between two steps, which leaves the training state intact.
+
+        A failure here must not hide the first one: after some errors a GPU does not respond at all.
+        """
+        if self.up_to_date:
+            return
+        try:
+            if not self._state.guard.halted_at():  # steps since the weights froze are not progress
+                self.save()
+                self.collect(wait=True)
+        except Exception as error:
+            if error is not self._logged:
+                screen.say(f"warning: step {self._state.step} could not be saved ({error})", "bold red")
+
+    def wait_after_error(self, screen: Screen) -> None:
+        """Let the save in progress complete when the run fails. A failure here must not hide the first one."""
+        try:
+            self.collect(wait=True)
+        except (CheckpointError, OSError) as error:
+            if error is not self._logged:
+                screen.say(f"warning: {error}", "bold red")
 
 
 class StopSignals:
@@ -121,7 +223,7 @@ class StopSignals:
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

@@ -27,6 +27,7 @@ from tercet.config.schema import RunConfig
 from tercet.config.sections import StageConfig
 from tercet.data.files import check_paths
 from tercet.data.stream import DataError
+from tercet.data.synthetic import make_task
 from tercet.data.tokenizers import LibraryTokenizer, Tokenizer, load_tokenizer
 from tercet.errors import UsageError, first_few
 from tercet.model.config import ModelConfig
@@ -75,41 +76,34 @@ def check_start(config: RunConfig, resume: str | None) -> None:
     `find_start` is called again by the run itself, which locks the folder and verifies the checkpoint.
     """
     check_paths([path for part in (config.data, *config.data.mixture) for path in part.path])
-    if resume is None and config.train.init_from is not None:
-        _check_vocabulary(config.model.vocab_size, Path(config.train.init_from))
+    source = config.train.init_from
+    if resume is None and source is not None and not source.endswith(".safetensors"):
+        found = find_initial(Path(source), verify=False)
+        with damaged_state(found):
+            vocab_size = found.run_state["config"]["model"]["vocab_size"]
+        if vocab_size != config.model.vocab_size:  # the usual reason why weights do not fit
+            raise WrongCheckpoint(
+                f"model.vocab_size={config.model.vocab_size}, and train.init_from={source} has {vocab_size}: train "
+                f"with its tokenizer, which --config {run_of(found.path)}/config.toml sets"
+            )
     unverified = config.checkpoint.model_copy(update={"verify": False})
     with closing(RunFolder(locate(config, resume))) as folder:
         find_start(config.with_absolute_paths().model_copy(update={"checkpoint": unverified}), resume, folder)
 
 
-def _check_vocabulary(size: int, source: Path) -> None:
-    """Raise if train.init_from names a run with another vocabulary, the usual reason why weights do not fit."""
-    if source.suffix == ".safetensors":
-        return
-    found = find_initial(source, verify=False)
-    with damaged_state(found):
-        saved = found.run_state["config"]["model"]["vocab_size"]
-    if saved != size:
-        raise WrongCheckpoint(
-            f"model.vocab_size={size}, and train.init_from={source} has {saved}: train with its tokenizer, which "
-            f"--config {run_of(found.path)}/config.toml sets"
-        )
-
-
-def _check_threads(threads: int | None) -> None:
-    """Raise if threads would wait for each other's cores: steps then take many times as long."""
-    cores = os.cpu_count()
-    if threads is not None and cores is not None and threads > cores:
+def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tuple[FoundCheckpoint | None, list[str]]:
+    """The checkpoint to start from, or None for step 0, and messages to print. Refuses to overwrite a run."""
+    threads, cores = config.run.threads, os.cpu_count()
+    if threads is not None and cores is not None and threads > cores:  # they would wait for each other
         raise UsageError(
             f"run.threads={threads} is more than the {plural(cores, 'core')} of this machine: use at most {cores}, or "
             "leave it out"
         )
-
-
-def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tuple[FoundCheckpoint | None, list[str]]:
-    """The checkpoint to start from, or None for step 0, and messages to print. Refuses to overwrite a run."""
-    _check_threads(config.run.threads)
-    _check_events_writable(folder, config.parallel.world_size)
+    # The event files of all ranks: each rank opens its own only after rank 0 has started to write.
+    for path in (events_file(folder.path, rank) for rank in range(config.parallel.world_size)):
+        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+            problem = "is not writable" if path.is_file() else "is not a file"
+            raise UsageError(f"event log {path} {problem}: pick another --run.dir, or fix it")
     if others := folder.other_files:
         raise UsageError(
             f"{folder.path} holds {first_few(others)}, which a run does not write: pick a new or empty folder as "
@@ -137,7 +131,11 @@ def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tupl
                     f"--resume {source} --run.dir {shlex.quote(str(folder.path))}"
                 )
         return None, [f"--resume auto: no complete checkpoint in {folder.checkpoints}, starting at step 0"]
-    if not start.is_in(folder.checkpoints) and folder.has_run and not _is_same_fork(folder, start):
+    # attempts at this same fork that ended before their first save may be repeated
+    same_fork = not manifest.complete_checkpoints(folder.checkpoints) and all(
+        source == start.path.resolve() for source in _start_history(folder)
+    )
+    if not start.is_in(folder.checkpoints) and folder.has_run and not same_fork:
         raise UsageError(
             f"{folder.path} already holds a run, and --resume {resume} belongs to another one: pick another "
             f"--run.dir, or resume the run in this folder with: {hints.resume(folder.path, config.parallel.world_size)}"
@@ -158,25 +156,11 @@ def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tupl
     return start, [*start.messages, *resuming, *(f"changed since: {c}" for c in changes)]
 
 
-def _check_events_writable(folder: RunFolder, ranks: int) -> None:
-    """Check the event files of all ranks now: each rank opens its own only after rank 0 has started to write."""
-    for path in (events_file(folder.path, rank) for rank in range(ranks)):
-        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
-            problem = "is not writable" if path.is_file() else "is not a file"
-            raise UsageError(f"event log {path} {problem}: pick another --run.dir, or fix it")
-
-
 def _start_history(folder: RunFolder) -> list[Path | None]:
     """The checkpoint that each earlier process of this run started from."""
     path = events_file(folder.path)
     started = [e for e in read_events(path) if isinstance(e, RunStarted)] if path.exists() else []
     return [Path(e.resumed_from).resolve() if e.resumed_from else None for e in started]
-
-
-def _is_same_fork(folder: RunFolder, start: FoundCheckpoint) -> bool:
-    """Whether the folder only holds attempts at this same fork that ended before their first save."""
-    saved = manifest.complete_checkpoints(folder.checkpoints)
-    return not saved and all(source == start.path.resolve() for source in _start_history(folder))
 
 
 def find_checkpoint(resume: str, checkpoints: Path, *, verify: bool) -> FoundCheckpoint | None:
@@ -329,8 +313,9 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
     def listed(keys: list[str]) -> str:
         return first_few([messages[k] for k in keys], separator="; ")
 
-    without_effect = _model_keys_without_effect(saved, now)
-    unused = [k for k in changed if k in without_effect]
+    models = [ModelConfig.model_validate(config.get("model", {})) for config in (saved, now)]
+    without_effect = set.intersection(*(set(chain(*model.unused_keys.values())) for model in models))
+    unused = [k for k in changed if k in {f"model.{key}" for key in ("backend", *without_effect)}]
     extension = ("model.rope_scaling", "model.rope.")  # these extend a model to longer sequences
     model_keys = [k for k in changed if k.startswith("model.") and k not in unused and not k.startswith(extension)]
     if model_keys:
@@ -358,13 +343,6 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
     return [messages[k] for k in changed if k in restricted or k in (*unused, "train.steps", "data.bad_records")]
 
 
-def _model_keys_without_effect(*configs: Mapping[str, Any]) -> set[str]:
-    """Settings of the model that may differ between these configurations: its backend, and those that none uses."""
-    models = [ModelConfig.model_validate(config.get("model", {})) for config in configs]
-    unused = set.intersection(*(set(chain(*model.unused_keys.values())) for model in models))
-    return {f"model.{key}" for key in ("backend", *unused)}
-
-
 def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by dotted name. Stages are in their compact form, without the micro-batches, which may change."""
     flat = flatten_table(config)
@@ -373,7 +351,8 @@ def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_requirements(config: RunConfig, tokenizer: Tokenizer, folder: RunFolder) -> None:
-    """Raise now for what would fail later: missing log packages, a small vocabulary, a full disk."""
+    """Raise now for what would fail later: missing log packages, a small vocabulary, synthetic documents that do not
+    fit a later stage, a full disk."""
     if config.log.tensorboard is True:
         import_tensorboard()
     if config.log.wandb:
@@ -383,6 +362,11 @@ def check_requirements(config: RunConfig, tokenizer: Tokenizer, folder: RunFolde
             f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}: "
             f"pass --model.vocab_size {-(-tokenizer.vocab_size // 64) * 64}"
         )
+    for stage in config.stages:
+        for part in (stage.data, *stage.data.mixture):
+            if part.source == "synthetic":
+                length = part.synthetic.length or stage.data.seq_len
+                make_task(part.synthetic, length, tokenizer.vocab_size, tokenizer.eos_id)
     train = config.train
     moments = optimizer_numbers(config.model, train.optimizer, selectors_only=train.selector.only)
     needed = 4 * (parameters(config.model).total + moments)  # fp32

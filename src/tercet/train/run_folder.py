@@ -17,7 +17,6 @@ from tercet.config.load import write_config
 from tercet.config.schema import RunConfig
 from tercet.data.tokenizers import LibraryTokenizer, Tokenizer
 from tercet.errors import TercetError, UsageError
-from tercet.parallel import flight_recorder
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.train import manifest
 
@@ -27,7 +26,7 @@ FILE_LISTS = "data_files"  # a file list for each source of data, named by its h
 # What a new run's folder may hold: what other ranks, launchers and a start that was killed leave behind, and logs that
 # the shell has opened.
 EXPECTED = (
-    LOCK, "checkpoints", f"{ENVIRONMENT}.partial", f"{flight_recorder.FOLDER}*", "log", "logs", "*.log", "*.out",
+    LOCK, "checkpoints", f"{ENVIRONMENT}.partial", "flight_recorder*", "log", "logs", "*.log", "*.out",
     "*.err", ".*", "lost+found",
 )  # fmt: skip
 

@@ -1,13 +1,18 @@
-"""The training state: model, optimizer, counters and random generators; built, resumed from a checkpoint, saved."""
+"""The training state: model, optimizer, counters and random generators; built, resumed from a checkpoint, saved.
+
+`Interval` collects what is measured between two log lines, and `Stages` prepares the state for each of train.stages.
+"""
 
 from __future__ import annotations
 
 import base64
 import random
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,21 +20,106 @@ from torch import Tensor, nn
 
 from tercet.config.schema import RunConfig, uses_cuda_graph
 from tercet.config.sections import SelectorConfig
+from tercet.data.loader import Loader
 from tercet.errors import UsageError
 from tercet.model.attention import Attention
 from tercet.model.config import ModelConfig
+from tercet.model.cost import flops_per_token
 from tercet.model.selector import BlockSelector, rotated_channels
 from tercet.model.transformer import Block, Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Strategy
 from tercet.parse import one_line_errors
+from tercet.telemetry.events import StageStarted
 from tercet.train import checkpoint, manifest, resume
-from tercet.train.cuda_graph import StepGraph
+from tercet.train.cuda_graph import CudaClock, GraphChoice, StepGraph
 from tercet.train.device import device_name
-from tercet.train.graph_choice import CudaClock, GraphChoice
-from tercet.train.interval import Interval
 from tercet.train.optim import build_optimizer
-from tercet.train.step import NonFiniteGuard
+from tercet.train.step import NonFiniteGuard, StepResult
+
+
+class Measured(NamedTuple):
+    """One step's values, on the host."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    nonfinite: bool
+
+
+class Interval:
+    """Measurements since the last log line. Losses stay on the device until `read`; times are the host's."""
+
+    _first_step: float | None  # seconds, if it was timed
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._read: list[Measured] = []  # already read, e.g. for a checkpoint between two log lines
+        self._unread: list[tuple[int, StepResult]] = []
+        self.start_clock()
+
+    def add(self, step: int, result: StepResult) -> None:
+        """Add a step without waiting for it."""
+        self._unread.append((step, result))
+        self.steps_timed += 1
+
+    def read(self) -> list[Measured]:
+        """All steps since the last `clear`, in one copy from the device."""
+        if self._unread:
+            rows = [torch.stack([x.double() for x in (r.loss, r.grad_norm, r.nonfinite)]) for _, r in self._unread]
+            for (step, _), (loss, norm, nonfinite) in zip(self._unread, torch.stack(rows).tolist(), strict=True):
+                self._read.append(Measured(step, loss, norm, bool(nonfinite)))
+            self._unread.clear()
+        return list(self._read)
+
+    def seconds_per_step(self) -> float:
+        """Mean over the interval without excluded time. Call after `read`, which waits for the device."""
+        return self._seconds() / max(1, self.steps_timed)
+
+    def time_first_step(self) -> float:
+        """Seconds that the first step of a process or stage took, of which most may be warm-up. Call after `read`."""
+        self._first_step = self._seconds()
+        return self._first_step
+
+    @property
+    def is_warm_up(self) -> bool:
+        """Whether the first step took so long that the others are likely to contain warm-up as well."""
+        if self._first_step is None or self.steps_timed < 2:
+            return self._first_step is not None
+        return self._first_step > 3 * (self._seconds() - self._first_step) / (self.steps_timed - 1)
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._started - self._excluded
+
+    def clear(self) -> None:
+        """Start the next interval."""
+        self._read.clear()
+        self._unread.clear()
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """Start timing, after building, loading and resuming."""
+        self.steps_timed = 0  # by this process; a resumed interval also holds steps from the checkpoint
+        self._excluded, self._first_step, self._started = 0.0, None, time.perf_counter()
+
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Wraps work that does not count as training time: validation, samples, saving."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._excluded += time.perf_counter() - start
+
+    def state_dict(self) -> list[list[Any]]:
+        """Steps measured but not logged yet, so that a resumed run logs the same interval. Waits for the device."""
+        # JSON has no nan; repr keeps every float exactly.
+        return [[m.step, repr(m.loss), repr(m.grad_norm), m.nonfinite] for m in self.read()]
+
+    def load_state_dict(self, state: list[list[Any]]) -> None:
+        self._read = [Measured(step, float(loss), float(norm), bad) for step, loss, norm, bad in state]
 
 
 @dataclass
@@ -81,7 +171,6 @@ def build_state(
 ) -> TrainState:
     """A new state, or the one saved in the checkpoint `start`."""
     use_graph = uses_cuda_graph(config, device.type)  # raises before anything is built
-    seed_all(config.run.seed)
     model = strategy.build_model(lambda: _build_model(config), device)
     if config.train.selector.only:
         freeze_all_but_selectors(model)  # before ranks decide which gradients to exchange
@@ -155,6 +244,62 @@ def start_stage(state: TrainState, config: RunConfig) -> None:
         state.graph.reset()
     if state.device.type == "cuda":
         torch.cuda.empty_cache()  # blocks of other sizes would stay reserved
+
+
+class Stages:
+    """Where a run is in its stages. Without train.stages, the whole run is one stage."""
+
+    def __init__(
+        self, run: RunConfig, state: TrainState, open_loader: Callable[[RunConfig, int | None], Loader]
+    ) -> None:
+        """open_loader: batches of a stage after the state's cursor; called with the stage's configuration and, if the
+        run has stages, the number of its steps that are left."""
+        self._run, self._state, self._open_loader = run, state, open_loader
+        self._enter()
+
+    def _enter(self) -> None:
+        run, step = self._run, self._state.step
+        self.index = run.stage_index(step + 1)
+        self.config = run.stages[self.index]
+        if run.train.stages:
+            start_stage(self._state, self.config)
+        self.loader = self._open_loader(self.config, self.last_step - step if run.train.stages else None)
+
+    @property
+    def last_step(self) -> int:
+        """Of the current stage."""
+        return self._run.train.stage_ends[self.index]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the next step belongs to the next stage."""
+        return self._run.stage_index(self._state.step + 1) != self.index
+
+    def advance(self) -> None:
+        """Change to the stage of the next step. Its loader continues at the cursor: what was prefetched for this stage
+        is dropped, and read again at the new length."""
+        self.loader.close()
+        self._enter()
+
+    def event(self) -> StageStarted | None:
+        """The start of the current stage; None without train.stages."""
+        if not self._run.train.stages:
+            return None
+        train, config, stages = self._run.train, self.config, self._run.stages
+        later = zip(train.stage_steps[self.index + 1 :], stages[self.index + 1 :], strict=True)
+        return StageStarted(
+            step=self.last_step - train.stage_steps[self.index], stage=self.index + 1, stages=len(stages),
+            last_step=self.last_step, seq_len=config.data.seq_len, micro_batch=config.train.micro_batch,
+            tokens_per_step=config.train.tokens_per_step, accumulation=config.accumulation,
+            rope_theta=config.model.rope_theta,
+            later_steps=sum(steps * step_flops(stage) for steps, stage in later) / step_flops(config),
+        )  # fmt: skip
+
+
+def step_flops(stage: RunConfig) -> float:
+    """FLOPs of a step of a stage."""
+    only = stage.train.selector.only
+    return stage.train.tokens_per_step * flops_per_token(stage.model, stage.data.seq_len, selectors_only=only)
 
 
 def set_teacher(model: nn.Module, config: SelectorConfig, step: int) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
-
-import torch
 
 from tercet import hints
+from tercet.atomic_io import write_json
 from tercet.config.schema import RunConfig
 from tercet.data.files import save_file_lists
 from tercet.data.loader import Batch, Loader, build_loader
@@ -19,6 +16,7 @@ from tercet.data.stream import StoppedWaiting
 from tercet.data.tokenizers import LibraryTokenizer, Tokenizer
 from tercet.doctor.examine import examine_before_training
 from tercet.errors import TercetError
+from tercet.model.cost import parameters
 from tercet.model.sampling import INVALID_TOKEN
 from tercet.parallel.failure import PeerFailed
 from tercet.parallel.launch import Launch
@@ -28,18 +26,18 @@ from tercet.telemetry.event_log import EventLog, rank_files, read_events, rewind
 from tercet.telemetry.hardware import peak_flops
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
+from tercet.telemetry.sinks import summarise
 from tercet.telemetry.units import duration, plural
 from tercet.telemetry.watchdog import Heartbeat
-from tercet.train.async_save import AsyncSaver
 from tercet.train.checkpoint import Checkpointer
 from tercet.train.console import (
+    METRICS,
     Start,
     check_memory,
     config_lines,
     disk_error,
     eager_lines,
     header_lines,
-    log_end,
     memory_errors,
     no_effect_lines,
     precision_of,
@@ -48,10 +46,9 @@ from tercet.train.console import (
 from tercet.train.cuda_graph import StepGraph
 from tercet.train.device import device_name, environment, peak_memory_gib, pick_device, set_arithmetic
 from tercet.train.dump import write_dump
-from tercet.train.hooks import StopSignals, attach, run_started
+from tercet.train.hooks import AsyncSaver, StopSignals, attach, join_run, rank_context
 from tercet.train.manifest import describe_newest, run_of
 from tercet.train.optim import learning_rate, muon_learning_rate
-from tercet.train.ranks import join_run, rank_context
 from tercet.train.resume import (
     abandon_later,
     check_initial_tokenizer,
@@ -60,8 +57,7 @@ from tercet.train.resume import (
     load_run_tokenizer,
 )
 from tercet.train.run_folder import FILE_LISTS, RunFolder
-from tercet.train.stages import Stages, check_stage_data, step_flops
-from tercet.train.state import TrainState, build_state, set_teacher
+from tercet.train.state import Stages, TrainState, build_state, set_teacher, step_flops
 from tercet.train.step import StepBatches, to_device, train_step
 from tercet.train.validate import Validation, check_validation_data, sample_text
 
@@ -88,14 +84,22 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         tokenizer = load_run_tokenizer(config, start)
         if start is None:
             messages += strategy.on_rank_0(lambda: check_initial_tokenizer(config, tokenizer))
-        doctor_report = strategy.on_rank_0(lambda: _check_before_building(config, tokenizer, folder, device))
+        strategy.on_rank_0(lambda: check_requirements(config, tokenizer, folder))
+        doctor_report = strategy.on_rank_0(lambda: examine_before_training(config, folder.path))
+        strategy.on_rank_0(lambda: check_memory(config, device))
         with memory_errors(config, device):
             state = build_state(config, device, strategy, start)
 
         file_lists = (run_of(start.path) if start else folder.path) / FILE_LISTS
 
         def open_loader(stage: RunConfig, steps: int | None) -> Loader:
-            loader = _stage_loader(stage, steps, strategy, state.cursor, file_lists, tokenizer, stop)
+            """steps: those left in the stage, if the run has stages."""
+            limit = None if steps is None else steps * (stage.train.tokens_per_step // stage.data.seq_len)
+            loader = build_loader(
+                stage.data, seed=stage.run.seed, batch_sequences=stage.train.micro_batch * strategy.data_ranks,
+                rank=strategy.data_rank, world_size=strategy.data_ranks, state=state.cursor, file_lists=file_lists,
+                tokenizer=tokenizer, stop=lambda: stop.signal is not None, limit=limit,
+            )  # fmt: skip
             return stack.enter_context(loader)
 
         stages = Stages(config, state, open_loader)
@@ -130,60 +134,25 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         trainer = Trainer(
             config, state, strategy, stages, tokenizer, folder, log, beat, screen, stop, past, observer, forked
         )
-        log.emit(run_started(config, state, strategy, start.path if start else None, superseded))
-        emptied = strategy.rank == 0 and start is not None and not forked and not past
-        notes = [
-            *_lost_events(log, damaged, emptied, state.step),
-            *(loader.stream.notes.held_out if start is None else ()),
-        ]
+        started = events.RunStarted(
+            step=state.step, name=config.run.name, steps=config.train.steps, world_size=strategy.world_size,
+            strategy=strategy.name, device=device_name(device), parameters=parameters(config.model).total,
+            tokens_per_step=config.train.tokens_per_step, accumulation=stages.config.accumulation,
+            resumed_from=str(start.path.resolve()) if start else None, superseded=superseded,
+        )  # fmt: skip
+        log.emit(started)
+        notes = list(loader.stream.notes.held_out) if start is None else []
+        if damaged:  # numbers of lines that earlier processes wrote
+            lines = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
+            notes.append(f"warning: {log.path} has damaged lines, which were ignored: line {lines}")
+        elif strategy.rank == 0 and start is not None and not forked and not past:
+            lost = f"events of steps 1 to {state.step} are lost, and training.csv and the report lack them"
+            notes.append(f"warning: {log.path} was deleted or emptied: {lost}")
         for text in notes:
             log.emit(events.Noted(step=state.step, text=text))
         if doctor_report is not None:
             log.emit(replace(doctor_report, step=state.step, time=time.time()))  # in the order of the log
         return trainer.run()
-
-
-def _check_before_building(
-    config: RunConfig, tokenizer: Tokenizer, folder: RunFolder, device: torch.device
-) -> events.DoctorReported | None:
-    """Raise for what would fail later, before memory is allocated for it. Returns the doctor's report."""
-    check_requirements(config, tokenizer, folder)
-    check_stage_data(config, tokenizer)
-    report = examine_before_training(config, folder.path)
-    check_memory(config, device)
-    return report
-
-
-def _stage_loader(
-    stage: RunConfig, steps: int | None, strategy: Strategy, cursor: dict[str, Any] | None, file_lists: Path,
-    tokenizer: Tokenizer, stop: StopSignals,
-) -> Loader:  # fmt: skip
-    """Batches of a stage after the cursor. steps: those left in it, if the run has stages."""
-    sequences = stage.train.tokens_per_step // stage.data.seq_len
-    return build_loader(
-        stage.data,
-        seed=stage.run.seed,
-        batch_sequences=stage.train.micro_batch * strategy.data_ranks,
-        rank=strategy.data_rank,
-        world_size=strategy.data_ranks,
-        state=cursor,
-        file_lists=file_lists,
-        tokenizer=tokenizer,
-        stop=lambda: stop.signal is not None,
-        limit=None if steps is None else steps * sequences,
-    )
-
-
-def _lost_events(log: EventLog, damaged: list[int], emptied: bool, step: int) -> Iterator[str]:
-    """Warn about events of earlier processes that cannot be read. damaged: line numbers."""
-    if damaged:
-        lines = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
-        yield f"warning: {log.path} has damaged lines, which were ignored: line {lines}"
-    elif emptied:
-        yield (
-            f"warning: {log.path} was deleted or emptied: events of steps 1 to {step} are lost, and training.csv and "
-            "the report lack them"
-        )
 
 
 class Halted(TercetError):
@@ -378,7 +347,8 @@ class Trainer:
             if _due(step, config.train.sample_every):
                 self._sample()
         except Exception:
-            self._save_after_error()
+            if self.strategy.world_size == 1:  # other ranks may not take part in a save
+                self.saver.save_after_error(self.screen)
             raise
         self.saver.collect(wait=False)
         if _due(step, config.checkpoint.every) or stage_ends:
@@ -402,7 +372,8 @@ class Trainer:
         timed = max(1, state.interval.steps_timed)
         self.screen.warming_up = state.interval.is_warm_up
         data_seconds = self.loader.wait_seconds
-        speed = self.stage.train.tokens_per_step / seconds
+        # None if the device's peak is unknown
+        mfu = step_flops(self.stage) / seconds / (self._peak * self.strategy.world_size) if self._peak else None
         state.interval.clear()  # the time that logging takes belongs to the next interval
         skipped = [m.step for m in measured if m.nonfinite]
         halting = []
@@ -420,10 +391,10 @@ class Trainer:
             muon_lr=muon_learning_rate(state.optimizer, lr),
             grad_norm=measured[-1].grad_norm,
             tokens=state.tokens,
-            tokens_per_s=speed,
+            tokens_per_s=self.stage.train.tokens_per_step / seconds,
             step_seconds=seconds,
             data_seconds=(data_seconds - self._data_seconds) / timed,
-            mfu=self._mfu(speed),
+            mfu=mfu,
             memory_gib=peak_memory_gib(state.device, state.held_bytes),
             skipped=state.guard.total(),
             epoch=self.batches.stats.epoch,
@@ -441,13 +412,6 @@ class Trainer:
             rule = f"health.halt={halting[0].rule}" if halting else "a health rule on another rank"
             raise Halted(f"stopped by {rule} after step {state.step}: {finding}")
 
-    def _mfu(self, tokens_per_s: float) -> float | None:
-        """None if the device's peak is unknown."""
-        if not self._peak:
-            return None
-        flops_per_token = step_flops(self.stage) / self.stage.train.tokens_per_step
-        return flops_per_token * tokens_per_s / (self._peak * self.strategy.world_size)
-
     def _halt(self, step: int) -> None:
         """Dump `step` and stop. The weights have been frozen since that step, so the dump reproduces it."""
         batches = [to_device(b, self.state.device) for b in self._recent[step]]
@@ -461,7 +425,8 @@ class Trainer:
         )
 
     def _validate(self) -> None:
-        if not self.config.train.val_tokens or ("validation", self.state.step) in self._logged:
+        step, asked = self.state.step, self.config.train.val_tokens
+        if not asked or ("validation", step) in self._logged:
             return
         self._validating()
         start = time.perf_counter()
@@ -472,20 +437,18 @@ class Trainer:
             size = self.validation.text_bytes(self.state.device)
         seconds = time.perf_counter() - start
         self.observer.add_excluded("validation", seconds)
+        loss, tokens = found
         length = self.stage.data.seq_len if self.config.train.stages else None
         self.log.emit(
-            events.Validated(
-                step=self.state.step, loss=found[0], tokens=found[1], seconds=seconds, bytes=size, seq_len=length
-            )
+            events.Validated(step=step, loss=loss, tokens=tokens, seconds=seconds, bytes=size, seq_len=length)
         )
-        asked, first = self.config.train.val_tokens, all(kind != "validation" for kind, _ in self._logged)
-        self._logged.add(("validation", self.state.step))
-        if first and found[1] < asked // 4:
+        if tokens < asked // 4 and all(kind != "validation" for kind, _ in self._logged):
             text = (
-                f"only {found[1]:,} tokens are held out, train.val_tokens asks for {asked:,}: the validation loss is "
+                f"only {tokens:,} tokens are held out, train.val_tokens asks for {asked:,}: the validation loss is "
                 "noisy; a new run can hold out more with --data.validation_fraction"
             )
-            self.log.emit(events.Noted(step=self.state.step, text=text))
+            self.log.emit(events.Noted(step=step, text=text))
+        self._logged.add(("validation", step))
 
     def _stops_validation(self) -> bool:
         """Whether a signal ends the validation, which the resumed run repeats. At the end of a stage it is completed,
@@ -554,11 +517,6 @@ class Trainer:
             self._log()  # raises: steps since the weights froze are not progress
         self.saver.save()
 
-    def _save_after_error(self) -> None:
-        """Save the last finished step after an error between two steps."""
-        if self.strategy.world_size == 1:  # other ranks may not take part in a save
-            self.saver.save_after_error(self.screen)
-
     def _finish(self, outcome: str, reason: str) -> None:
         """Save, validate, sample, print the summary. The save comes first: a resumed run makes up for a missing
         validation or sample."""
@@ -585,7 +543,10 @@ class Trainer:
         self.beat.at(self.state.step, "ended")
         try:
             self.observer.flush_routes(self.state.step)
-            log_end(self.log, self.folder, outcome, reason, self.state, self._start.time)
+            seconds = time.time() - self._start.time
+            self.log.emit(events.RunEnded(step=self.state.step, outcome=outcome, reason=reason, seconds=seconds))
+            if self.strategy.rank == 0:
+                write_json(self.folder.path / METRICS, summarise(read_events(self.log.path)))
         except OSError as error:
             self.screen.say(f"warning: the end of the run could not be logged ({error})", "bold red")
         if self.log.waiting:
