@@ -19,23 +19,9 @@ from tercet.cli import main
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 LOSSES = {45: 3.403044, 50: 3.374702, 55: 3.381217, 60: 3.388939}
 VALIDATION = 3.374347
-NSA_LOSSES = (
-    5.492136478424072,
-    5.494350433349609,
-    5.492145538330078,
-    5.469444274902344,
-    5.461667060852051,
-    5.459695816040039,
-)
+NSA_LOSSES = (5.492136, 5.494350, 5.492146, 5.469444, 5.461667, 5.459696)
 # Two stages of 4 and 8 steps; the learned selectors change their teacher at step 9.
-BLOCK_SPARSE_LOSSES = (
-    5.516610145568848,
-    5.460599899291992,
-    5.476513862609863,
-    5.435402870178223,
-    5.491184234619141,
-    5.452919006347656,
-)
+BLOCK_SPARSE_LOSSES = (5.516610, 5.460600, 5.476514, 5.435403, 5.491184, 5.452919)
 USAGE = 2
 NOT_TESTED = 4  # the exit code of a report on a run too short to judge
 
@@ -57,6 +43,7 @@ def test_it_resumes_to_the_losses_of_the_uninterrupted_run(old_run):
     losses = column(old_run / "training.csv", "loss")
     assert {step: losses[step] for step in LOSSES} == pytest.approx(LOSSES, abs=2e-4)
     assert column(old_run / "val.csv", "loss")[60] == pytest.approx(VALIDATION, abs=2e-4)
+    assert main(["generate", str(old_run), "--prompt", "def ", "--max_new_tokens", "4"]) == 0
 
 
 def test_it_is_reported(old_run, capsys):
@@ -65,10 +52,6 @@ def test_it_is_reported(old_run, capsys):
     assert verdict["verdict"] == "NOT TESTED"
     assert next(g for g in verdict["gates"] if g["name"] == "record")["verdict"] == "GO"
     assert (old_run / "report" / "report.html").stat().st_size > 10_000
-
-
-def test_it_generates(old_run, capsys):
-    assert main(["generate", str(old_run), "--prompt", "def ", "--max_new_tokens", "4"]) == 0
 
 
 def test_it_is_exported_and_loads_in_transformers(old_run, tmp_path):

@@ -166,9 +166,3 @@ def test_events_after_the_resumed_step_are_moved_aside(fork_server: ForkServer, 
     aside = [e for e in read_events(folder / "superseded_rank0.jsonl") if isinstance(e, StepLogged)]
     assert [e.step for e in aside][:1] == [resumed_at + 1]
     assert started[-1].superseded >= len(aside)
-
-
-def test_synchronous_saves_are_the_same_run(fork_server: ForkServer, straight: Path, tmp_path: Path) -> None:
-    config = config_of(tmp_path / "run", checkpoint__async_save=False)
-    assert fork_server.run(config).code == 0
-    assert_same_run(straight, tmp_path / "run")

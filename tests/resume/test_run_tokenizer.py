@@ -61,12 +61,8 @@ def test_a_moved_run_reads_its_own_tokenizer(place, moved, which):
     assert copy.fingerprint == original.fingerprint
 
 
-def test_it_generates(moved, capsys):
-    assert main(["generate", str(moved), "--prompt", TEXT, "--max_new_tokens", "2"]) == 0
-
-
 @pytest.mark.parametrize("repeated", [False, True], ids=["resume alone", "all flags repeated"])
-def test_it_resumes_from_another_folder(place, moved, repeated, monkeypatch):
+def test_it_generates_and_resumes_from_another_folder(place, moved, repeated, monkeypatch):
     command = ["train", "--resume", "auto", "--run.dir", str(moved), "--train.steps", "7"]
     if repeated:  # as in a start script
         monkeypatch.chdir(place)
@@ -74,6 +70,7 @@ def test_it_resumes_from_another_folder(place, moved, repeated, monkeypatch):
         command = ["train", "--preset", "tiny", *FLAGS, *RELATIVE, *command[1:]]
     before = json.loads((moved / "origins.json").read_text())
     assert {before["train.lr"], before["data.path"], before["model.vocab_size"]} == {"preset tiny", "flag", "tokenizer"}
+    assert main(["generate", str(moved), "--prompt", TEXT, "--max_new_tokens", "2"]) == 0
     assert main(command) == 0
     assert sorted(losses(moved)) == list(range(1, 8))
     assert json.loads((moved / "origins.json").read_text()) == before

@@ -31,14 +31,7 @@ def decide(clock: SimulatedClock, choice: GraphChoice, batches: list[MicroBatch]
 
 @pytest.mark.parametrize(
     ("host", "device", "graph"),
-    [
-        (60, 8, True),
-        (60, 55, True),
-        (60, 60, True),
-        (60, 65, False),
-        (60, 200, False),
-        (1, 30, False),
-    ],
+    [(60, 8, True), (60, 55, True), (60, 60, True), (60, 65, False), (60, 200, False), (1, 30, False)],
 )
 @pytest.mark.parametrize("queue", [0.9, 5], ids=["large-model", "small-model"])
 def test_graphs_are_used_where_the_host_is_slower(host: float, device: float, graph: bool, queue: float) -> None:

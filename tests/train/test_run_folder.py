@@ -19,22 +19,16 @@ from tercet.train.run_folder import LOCK, RunFolder
 from tercet.train.trainer import Trainer, train
 
 
-def test_an_unused_folder_is_removed_with_the_parents_created_for_it(tmp_path: Path):
+def test_an_unused_folder_is_removed_with_what_was_created_for_it_and_nothing_else(tmp_path: Path):
     RunFolder(tmp_path / "runs" / "lock").close()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_only_what_the_run_created_is_removed(tmp_path: Path):
     (tmp_path / "runs" / "notes").mkdir(parents=True)
     RunFolder(tmp_path / "runs").close()
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "runs", tmp_path / "runs" / "notes"]
-
-
-def test_a_used_folder_stays(tmp_path: Path):
-    folder = RunFolder(tmp_path / "run")
-    (tmp_path / "run" / "config.toml").write_text("")
+    folder = RunFolder(tmp_path / "used")
+    (tmp_path / "used" / "config.toml").write_text("")
     folder.close()
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoints", "config.toml", LOCK]
+    assert sorted(p.name for p in (tmp_path / "used").iterdir()) == ["checkpoints", "config.toml", LOCK]
 
 
 def test_refused_ranks_leave_nothing_in_any_order(tmp_path: Path):

@@ -106,25 +106,6 @@ def test_the_saved_config_repeats_the_run(done: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "run") == losses(done)
 
 
-def test_the_schedule_does_not_depend_on_accumulation(tmp_path: Path) -> None:
-    told = {}
-    for micro_batch in (8, 2):
-        folder = tmp_path / str(micro_batch)
-        config = small(
-            run__dir=str(folder), train__micro_batch=micro_batch, train__tokens_per_step=512, train__steps=4,
-            model__layers=1, checkpoint__every=0,
-        )  # fmt: skip
-        assert config.accumulation == 8 // micro_batch
-        assert train(config) == 0
-        told[micro_batch] = rows(folder / "training.csv")
-    assert [r["step"] for r in told[8]] == [r["step"] for r in told[2]] == ["1", "2", "3", "4"]
-    assert [r["lr"] for r in told[8]] == [r["lr"] for r in told[2]]
-    assert [r["tokens"] for r in told[8]] == [r["tokens"] for r in told[2]]
-    for column in ("loss", "grad_norm"):
-        big, accumulated = ([float(r[column]) for r in told[m]] for m in (8, 2))
-        assert accumulated == pytest.approx(big, rel=1e-4)
-
-
 @pytest.mark.slow
 def test_random_tokens_cannot_be_learned(tmp_path: Path) -> None:
     """Unshifted labels, or a leak of token t+1 into the prediction at t, would learn them at once."""
@@ -215,13 +196,20 @@ def test_a_run_on_longer_sequences_starts_from_weights_and_moments(done: Path, t
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
-    [("nowhere", "neither a checkpoint folder"), ("nowhere.safetensors", "cannot be read")],
+    ("source", "state", "said"),
+    [
+        ("nowhere", "weights", "neither a checkpoint folder"),
+        ("nowhere.safetensors", "weights", "cannot be read"),
+        ("text.safetensors", "weights", "damaged, copy it again"),
+        ("text.safetensors", "optimizer", "holds weights only"),
+    ],
 )
-def test_a_missing_init_from_is_one_line(tmp_path: Path, source: str, said: str) -> None:
+def test_a_missing_or_damaged_init_from_is_one_line(tmp_path: Path, source: str, state: str, said: str) -> None:
+    (tmp_path / "text.safetensors").write_bytes(b"these are no weights")
     with pytest.raises(TercetError, match=said) as told:
-        train_small(tmp_path / "run", train__init_from=str(tmp_path / source))
-    assert str(told.value).startswith(f"train.init_from={tmp_path / source}: ")
+        train_small(tmp_path / "run", train__init_from=str(tmp_path / source), train__init_state=state)
+    assert str(told.value).startswith(f"train.init_from={tmp_path / source}")
+    assert "\n" not in str(told.value)
     assert "--resume" not in str(told.value)
 
 
@@ -233,15 +221,6 @@ def test_a_damaged_init_from_is_one_line(done: Path, tmp_path: Path, config: obj
     for start in (train, lambda run: check_start(run, None)):
         with pytest.raises(TercetError, match=r"run\.json is damaged: restore it"):
             start(new)
-
-
-def test_a_damaged_file_of_weights_is_one_line_and_has_no_moments(tmp_path: Path) -> None:
-    weights = tmp_path / "weights.safetensors"
-    weights.write_bytes(b"these are no weights")
-    for state, said in (("weights", "damaged, copy it again"), ("optimizer", "holds weights only")):
-        with pytest.raises(TercetError, match=said) as told:
-            train_small(tmp_path / state, train__init_from=str(weights), train__init_state=state)
-        assert "\n" not in str(told.value)
 
 
 def test_selectors_cannot_start_from_some_that_rotate_other_channels(tmp_path: Path) -> None:
@@ -339,17 +318,33 @@ def test_skipped_records_are_counted_in_every_log_line_and_named_at_the_end(
     assert "texts.jsonl" in out
 
 
+def resumed_exactly(tmp_path: Path, **changes: Any) -> tuple[Path, Path]:
+    """A run of four steps, and one resumed from its second: the same losses, weights and moments."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train_small(whole, train__steps=4, **changes)
+    train_small(resumed, train__steps=4, **changes, resume=str(whole / "checkpoints" / "step-00000002"))
+    assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 2}
+    expected, got = tensors(whole), tensors(resumed)
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    return whole, resumed
+
+
 def test_a_run_with_a_learned_selector_reports_its_choice_and_resumes_exactly(tmp_path: Path) -> None:
     learned = {"model__selector": "learned", "model__selector_dim": 8, "train__selector__every": 8}
-    changes = {**learned, "train__selector__teacher": "selected", "train__selector__all_until": 3, "train__steps": 4}
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    train_small(whole, **changes)
-    train_small(resumed, **changes, resume=str(whole / "checkpoints" / "step-00000002"))
-    assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 2}
-    observed = events_of(whole, SelectorsObserved)
+    teacher = {"train__selector__teacher": "selected", "train__selector__all_until": 3}
+    observed = events_of(resumed_exactly(tmp_path, **learned, **teacher)[0], SelectorsObserved)
     assert [e.layer for e in observed] == [[0, 1]] * 4
     assert all(0 <= mass <= best <= 1 for e in observed for mass, best in zip(e.mass, e.best, strict=True))
     assert all(kl is not None for e in observed for kl in e.kl)
+
+
+def test_a_run_with_muon_resumes_exactly(tmp_path: Path) -> None:
+    _, resumed = resumed_exactly(tmp_path, train__optimizer="muon", train__muon__lr=1e-3)
+    for row in rows(resumed / "training.csv"):
+        assert float(row["muon_lr"]) == pytest.approx(float(row["lr"]) * 1e-3 / small().train.lr)
+    assert "optimizer.state.blocks.0.attention.kv_proj.weight.momentum_buffer" in tensors(resumed)
+    assert "optimizer.state.blocks.0.attention.kv_proj.weight.exp_avg" not in tensors(resumed)
 
 
 @pytest.mark.parametrize(
@@ -411,22 +406,6 @@ def test_statistics_measure_the_compressed_keys_choice_and_change_no_weight(
         assert (e.layer, e.kl) == ([1], [None])
         assert 0 < e.random[0] < e.best[0] <= 1
         assert 0 <= e.mass[0] <= e.best[0]
-
-
-def test_a_run_with_muon_resumes_exactly(tmp_path: Path) -> None:
-    muon = {"train__optimizer": "muon", "train__muon__lr": 1e-3, "train__steps": 4}
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    train_small(whole, **muon)
-    middle = str(whole / "checkpoints" / "step-00000002")
-    train_small(resumed, **muon, resume=middle)
-    for row in rows(resumed / "training.csv"):
-        assert float(row["muon_lr"]) == pytest.approx(float(row["lr"]) * 1e-3 / small().train.lr)
-    assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 2}
-    expected, got = tensors(whole), tensors(resumed)
-    assert expected.keys() == got.keys()
-    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
-    assert "optimizer.state.blocks.0.attention.kv_proj.weight.momentum_buffer" in got
-    assert "optimizer.state.blocks.0.attention.kv_proj.weight.exp_avg" not in got
 
 
 def test_init_state_optimizer_takes_muons_momentum(tmp_path: Path) -> None:

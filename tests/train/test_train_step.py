@@ -312,33 +312,20 @@ def test_the_model_gets_the_sequence_length_as_max_seqlen() -> None:
     assert told == [((1, 192), 64), ((3, 64), None)]
 
 
-def test_warmup_is_linear_and_peaks_at_its_last_step() -> None:
-    config = TrainConfig(steps=100, warmup_steps=10, lr=2.0)
-    assert [learning_rate(config, s) for s in (1, 5, 10)] == pytest.approx([0.2, 1.0, 2.0])
-
-
-def test_cosine_is_halfway_in_the_middle_and_at_its_floor_at_the_last_step() -> None:
-    config = TrainConfig(steps=110, warmup_steps=10, lr=1.0, min_lr_ratio=0.1, schedule="cosine")
-    assert learning_rate(config, 60) == pytest.approx(0.55)
-    assert learning_rate(config, 35) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
-    assert learning_rate(config, 110) == pytest.approx(0.1)
-
-
-def test_wsd_stays_at_its_peak_and_decays_linearly_at_the_end() -> None:
-    config = TrainConfig(steps=100, warmup_steps=10, lr=1.0, min_lr_ratio=0.0, schedule="wsd", decay_ratio=0.2)
-    assert {learning_rate(config, s) for s in range(10, 81)} == {1.0}
-    assert [learning_rate(config, s) for s in (85, 90, 100)] == pytest.approx([0.75, 0.5, 0.0])
-
-
-def test_wsd_does_not_decay_during_warmup() -> None:
-    config = TrainConfig(steps=100, warmup_steps=80, lr=1.0, min_lr_ratio=0.0, schedule="wsd", decay_ratio=0.5)
-    assert [learning_rate(config, s) for s in (40, 80, 90, 100)] == pytest.approx([0.5, 1.0, 0.5, 0.0])
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
-def test_a_warmup_longer_than_the_run_stays_below_the_peak(schedule: str) -> None:
-    config = TrainConfig(steps=10, warmup_steps=100, lr=1.0, schedule=schedule)  # type: ignore[arg-type]
-    assert learning_rate(config, 10) == pytest.approx(0.1)
+@pytest.mark.parametrize(
+    ("schedule", "settings", "rates"),  # rates: of steps; the peak is 1
+    [
+        ("constant", {"warmup_steps": 10}, {1: 0.1, 5: 0.5, 10: 1.0, 100: 1.0}),
+        ("cosine", {"steps": 110, "min_lr_ratio": 0.1}, {35: 0.55 + 0.45 * math.cos(math.pi / 4), 60: 0.55, 110: 0.1}),
+        ("wsd", {"decay_ratio": 0.2}, {10: 1.0, 80: 1.0, 85: 0.75, 90: 0.5, 100: 0.0}),
+        ("wsd", {"decay_ratio": 0.5, "warmup_steps": 80}, {40: 0.5, 80: 1.0, 90: 0.5, 100: 0.0}),  # no decay in warm-up
+        *((name, {"steps": 10, "warmup_steps": 100}, {10: 0.1}) for name in ("cosine", "wsd", "constant")),
+    ],
+)
+def test_the_learning_rate_warms_up_and_decays(schedule: str, settings: dict, rates: dict[int, float]) -> None:
+    given = {"steps": 100, "warmup_steps": 10, "lr": 1.0, "min_lr_ratio": 0.0, "schedule": schedule} | settings
+    config = TrainConfig(**given)
+    assert [learning_rate(config, step) for step in rates] == pytest.approx(list(rates.values()))
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])

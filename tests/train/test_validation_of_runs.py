@@ -15,13 +15,11 @@ from torch.nn import functional as F
 
 from runs import losses, small, train_small
 from tercet.config.data import DataConfig
-from tercet.config.load import load
 from tercet.data.prepare import prepare
 from tercet.data.stream import DataError, document_hash
 from tercet.data.tokenizers import load_tokenizer
-from tercet.errors import TercetError, UsageError
+from tercet.errors import UsageError
 from tercet.model.transformer import Transformer
-from tercet.parallel.strategy import Single
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import RunEnded, Validated
 from tercet.train import trainer as loop
@@ -50,11 +48,8 @@ def sources(few: Path) -> dict[str, dict[str, Any]]:
     return {
         "jsonl": {**made, "data__source": "jsonl", "data__path": (str(few),)},
         "shards": {**made, "data__source": "shards", "data__path": (str(few.parent / "shards"),)},
-        "a part": {
-            **made,
-            "data__source": "mixture",
-            "data__mixture": [{"source": "synthetic"}, {**part, "name": "poems"}],
-        },
+        "a part": made
+        | {"data__source": "mixture", "data__mixture": [{"source": "synthetic"}, {**part, "name": "poems"}]},
         "no fraction": {"data__source": "jsonl", "data__path": (str(few),), "data__validation_fraction": 0.0},
     }
 
@@ -186,18 +181,6 @@ def test_a_failing_save_does_not_hide_a_failed_validation(
     assert "warning: " in capsys.readouterr().out
 
 
-def test_a_config_without_validation_reads_no_data(tmp_path: Path) -> None:
-    config = load(
-        flags={"data.source": "jsonl", "data.path": (str(tmp_path / "absent"),), "train.val_tokens": 0}
-    ).config
-    check_validation_data(config, load_tokenizer("byte"))
-    with pytest.raises(TercetError):
-        check_validation_data(
-            config.model_copy(update={"train": config.train.model_copy(update={"val_tokens": 1})}),
-            load_tokenizer("byte"),
-        )
-
-
 class Reciting(nn.Module):
     """A model that recites a text, whatever it reads."""
 
@@ -234,10 +217,3 @@ def test_a_cached_sample_equals_an_uncached_one_also_past_its_context() -> None:
     options = {"temperature": 1.0, "context": 12, "device": torch.device("cpu"), "precision": "fp32", "seed": 3}
     texts = [sample_text(model, tokenizer, "def ", 20, cached=cached, **options) for cached in (True, False)]
     assert texts[0] == texts[1] != ""
-
-
-def test_validation_leaves_a_model_in_training_mode() -> None:
-    config = small(**VALIDATES)
-    model = Transformer(config.model).train()
-    Validation(config, Single(), load_tokenizer("byte", "")).loss(model, torch.device("cpu"))
-    assert model.training
