@@ -354,7 +354,7 @@ def _saved_tokenizer(loaded: Loaded, resume: str | None) -> Path | None:
         return None
     from tercet.train.run_folder import locate
 
-    return locate(loaded.config, resume) / "tokenizer.json"
+    return locate(loaded.config.run, resume) / "tokenizer.json"
 
 
 def _resumed_config(resume: str | None, folder: str | None) -> Path | None:

@@ -439,14 +439,14 @@ def test_settings_of_the_model_without_effect_may_change(
 def test_auto_finds_earlier_runs_with_exactly_this_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load(preset="tiny").config
-    assert re.fullmatch(r"runs/tiny-\d{8}-\d{6}", str(locate(config, "auto")))  # there is no runs/ yet
+    assert re.fullmatch(r"runs/tiny-\d{8}-\d{6}", str(locate(config.run, "auto")))  # there is no runs/ yet
     for name in ("tiny-20250101-120000", "tiny-20250102-120000-2", "tiny-dense-20260101-120000", "tiny-2gpu"):
         (tmp_path / "runs" / name / "checkpoints" / "step-00000001").mkdir(parents=True)
     newest = tmp_path / "runs" / "tiny-dense-20260101-120000" / "checkpoints"
     os.utime(newest, (2e9, 2e9))
     os.utime(tmp_path / "runs" / "tiny-2gpu" / "checkpoints", (2e9, 2e9))
     os.utime(tmp_path / "runs" / "tiny-20250101-120000" / "checkpoints", (1e9, 1e9))
-    assert locate(config, "auto") == Path("runs/tiny-20250102-120000-2")
+    assert locate(config.run, "auto") == Path("runs/tiny-20250102-120000-2")
 
 
 def test_new_config_keys_get_defaults_and_removed_ones_are_named(tmp_path: Path) -> None:

@@ -101,8 +101,8 @@ class ContextLayout:
     def owned(self) -> tuple[tuple[int, int], ...]:
         """The two chunks of each rank, ascending."""
         order = sorted(range(2 * self.ranks), key=lambda c: (self.cost(c), c))
-        pairs = (sorted((order[r], order[-1 - r])) for r in range(self.ranks))
-        return tuple((a, b) for a, b in sorted(pairs))
+        pairs = ((order[r], order[-1 - r]) for r in range(self.ranks))
+        return tuple(sorted((min(pair), max(pair)) for pair in pairs))
 
     @cached_property
     def owner(self) -> tuple[int, ...]:
@@ -163,7 +163,7 @@ class ContextLayout:
     def lookback_plan(self, tokens: int | None) -> FetchPlan:
         """Each rank's chunks and up to `tokens` tokens before them (None: all) within their first document."""
         ranges = [self.lookback_ranges(rank, tokens) for rank in range(self.ranks)]
-        return self._plan(self._token_edges, ranges, [own[-1].rows.stop for own in ranges])
+        return self._plan(ranges, [own[-1].rows.stop for own in ranges])
 
     def lookback_ranges(self, rank: int, tokens: int | None) -> list[TokenRange]:
         """The token ranges that `lookback_plan` fetches for this rank. Ranges that touch are merged."""
@@ -174,10 +174,8 @@ class ContextLayout:
             if tokens is not None:
                 start = max(start, first - tokens)
             if ranges and start <= ranges[-1][1]:
-                start = min(start, ranges[-1][0])
-                ranges[-1] = (start, end)
-            else:
-                ranges.append((start, end))
+                start = min(start, ranges.pop()[0])
+            ranges.append((start, end))
         offsets = itertools.accumulate((end - first for first, end in ranges), initial=0)
         return [TokenRange(first, end, at) for (first, end), at in zip(ranges, offsets, strict=False)]
 
@@ -194,21 +192,20 @@ class ContextLayout:
                 if a < b:
                     ranges.append(TokenRange(a, b, a))
             wanted.append(ranges)
-        return self._plan(self.compressed_edges, wanted, [self.compressed_bounds[-1]] * self.ranks)
+        return self._plan(wanted, [self.compressed_bounds[-1]] * self.ranks, self.compressed_edges)
 
     def previous_token_plan(self) -> FetchPlan:
         """The token before each chunk if it is in the same document; row i of the buffer is for the i-th chunk."""
         starts = [[(self.tokens(chunk)[0], at) for at, chunk in enumerate(pair)] for pair in self.owned]
         wanted = [[TokenRange(t - 1, t, at) for t, at in own if self.document_start(t) < t] for own in starts]
-        return self._plan(self._token_edges, wanted, [2] * self.ranks)
+        return self._plan(wanted, [2] * self.ranks)
 
-    @property
-    def _token_edges(self) -> Sequence[int]:
-        """Bounds of chunks in tokens."""
-        return range(0, self.length + 1, self.chunk)
-
-    def _plan(self, edges: Sequence[int], wanted: Sequence[Sequence[TokenRange]], rows: Sequence[int]) -> FetchPlan:
-        """`edges`: bounds of chunks; wanted[rank]: what that rank's buffer of rows[rank] rows is filled with."""
+    def _plan(
+        self, wanted: Sequence[Sequence[TokenRange]], rows: Sequence[int], edges: Sequence[int] = ()
+    ) -> FetchPlan:
+        """wanted[rank]: what that rank's buffer of rows[rank] rows is filled with. edges: bounds of chunks, if not in
+        tokens."""
+        edges = edges or range(0, self.length + 1, self.chunk)
         offset = {}  # first row of a chunk among its owner's rows
         for a, b in self.owned:
             offset[a], offset[b] = 0, edges[a + 1] - edges[a]

@@ -127,14 +127,9 @@ class _Begin(torch.autograd.Function):
         exchange._backward = exchange._buffers = None
         # Several ranks may have read the same row: sum their gradients in fp32, one rank after another, so that the
         # order of the sum is fixed.
-        total = torch.zeros(
-            ctx.rows,
-            *received.shape[1:],
-            dtype=torch.promote_types(received.dtype, torch.float32),
-            device=received.device,
-        )
-        parts = moves.outgoing.split(moves.out_sizes), received.split(moves.out_sizes)
-        for rows, part in zip(*parts, strict=True):
+        dtype = torch.promote_types(received.dtype, torch.float32)
+        total = torch.zeros(ctx.rows, *received.shape[1:], dtype=dtype, device=received.device)
+        for rows, part in zip(moves.outgoing.split(moves.out_sizes), received.split(moves.out_sizes), strict=True):
             total[rows] += part
         return total.to(received.dtype), None
 

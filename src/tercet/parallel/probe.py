@@ -35,9 +35,7 @@ def probe(folder: str | None, *, share_gpus: bool) -> int:
             "doctor --distributed checks several ranks: start it with "
             + hints.torchrun("doctor", "--distributed", ranks="N", nodes=None)
         )
-    parallel = ParallelConfig.model_validate(
-        {"strategy": "ddp", "world_size": launch.world_size, "share_gpus": share_gpus}
-    )
+    parallel = ParallelConfig(strategy="ddp", world_size=launch.world_size, share_gpus=share_gpus)
     gpus = torch.cuda.device_count()
     check_launch(parallel, launch, "cuda" if gpus else "cpu", gpus)
     device = torch.device("cuda", launch.local_rank % gpus) if gpus else torch.device("cpu")
@@ -84,8 +82,7 @@ def clock_spread(world: World) -> float:
     best = float("inf")
     for _ in range(5):
         dist.barrier(group=world.control)
-        now: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(now, time.time(), group=world.control)
+        now = _gathered(world, time.time())
         best = min(best, max(now) - min(now))
     return best
 
@@ -98,13 +95,18 @@ def ranks_without_folder(world: World, root: Path) -> list[str]:
         path.write_text(world.id)
         os.sync()
     dist.barrier(group=world.control)
-    seen: list[Any] = [None] * dist.get_world_size()
-    seen_here = path.exists() and path.read_text() == world.id
-    dist.all_gather_object(seen, seen_here, group=world.control)
+    seen = _gathered(world, path.exists() and path.read_text() == world.id)
     dist.barrier(group=world.control)
     if world.launch.rank == 0:
         path.unlink()
     return [f"rank {r} on {world.members[r]['host']}" for r, ok in enumerate(seen) if not ok]
+
+
+def _gathered(world: World, value: Any) -> list[Any]:
+    """This value of every rank."""
+    values: list[Any] = [None] * world.launch.world_size
+    dist.all_gather_object(values, value, group=world.control)
+    return values
 
 
 def format_results(results: dict[str, Any], root: Path) -> list[str]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,40 +151,27 @@ class Saved(NamedTuple):
     blocked_seconds: float  # how much of that time training waited
 
 
+@dataclass
 class Checkpointer:
     """Saves in the background, one save at a time, and deletes old checkpoints."""
 
-    def __init__(
-        self,
-        checkpoints: Path,
-        config: CheckpointConfig,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        process_group: Any = None,
-        wait_for: Callable[[Callable[[float], bool]], None] = lambda done: None,
-        files: Mapping[str, str] | None = None,
-        keep_steps: Collection[int] = (),
-    ) -> None:
-        """wait_for: Strategy.wait_for, which notices ranks that stop during a save. files: text to save with each
-        checkpoint, by name: the tokenizer's. keep_steps: checkpoints that are never deleted."""
-        self.checkpoints, self.config = checkpoints, config
-        self.rank, self.world_size = rank, world_size
-        # Not the group of training: two threads in one group would receive each other's messages.
-        self.process_group = process_group
-        self._wait_for, self.files, self.keep_steps = wait_for, files or {}, keep_steps
-        self._future: Future[Any] | None = None
-        self._writer: _CommittingWriter | None = None
-        self._started = self._blocked = 0.0
+    checkpoints: Path
+    config: CheckpointConfig
+    rank: int = 0
+    world_size: int = 1
+    process_group: Any = None  # not training's: two threads in one group would receive each other's messages
+    wait_for: Callable[[Callable[[float], bool]], None] = lambda done: None  # Strategy's: notices ranks that stop
+    files: Mapping[str, str] = field(default_factory=dict)  # text to save with each checkpoint, by name
+    keep_steps: Collection[int] = ()  # checkpoints that are never deleted
+    _future: Future[Any] | None = None
+    _writer: _CommittingWriter | None = None
+    _started: float = 0.0
+    _blocked: float = 0.0
 
     def save(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        run_state: Mapping[str, Any],
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, run_state: Mapping[str, Any],
         rank_state: Mapping[str, Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Copy the state now and write it in the background. The previous save must have been collected."""
         assert self._future is None
         self._started = time.perf_counter()
@@ -204,7 +191,7 @@ class Checkpointer:
         assert self._writer is not None
         future, writer, self._future = self._future, self._writer, None
         wait_started = time.perf_counter()
-        self._wait_for(lambda seconds: bool(wait_for_futures([future], seconds).done))
+        self.wait_for(lambda seconds: bool(wait_for_futures([future], seconds).done))
         try:
             future.result()
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
@@ -218,13 +205,9 @@ class _CommittingWriter(HuggingFaceStorageWriter):
     """DCP's safetensors writer with checksums, a manifest, fsync and the final rename."""
 
     def __init__(
-        self,
-        owner: Checkpointer,
-        step: int,
-        names: list[str],
-        run_state: Mapping[str, Any],
+        self, owner: Checkpointer, step: int, names: list[str], run_state: Mapping[str, Any],
         rank_state: Mapping[str, Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.step, self.bytes = step, 0
         self.final = owner.checkpoints / manifest.folder_name(step)
         self.writing = owner.checkpoints / (manifest.WRITING + manifest.folder_name(step))

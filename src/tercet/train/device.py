@@ -7,6 +7,7 @@ import platform
 import resource
 import sys
 import time
+from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
@@ -64,13 +65,15 @@ def peak_memory_gib(device: torch.device, held_bytes: int) -> float:
 
 def environment(device: torch.device, name: str) -> dict[str, Any]:
     """Machine and versions. No environment variables: they do not affect a run and may hold secrets."""
-    packages = ("torch", "triton", "numpy", "pydantic", "safetensors", "tokenizers", "datasets")
-    versions = {p: _version(p) for p in packages}
+    versions = {}
+    for package in ("torch", "triton", "numpy", "pydantic", "safetensors", "tokenizers", "datasets"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
     env: dict[str, Any] = {
         "tercet": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {p: v for p, v in versions.items() if v},
+        "packages": versions,
         "command": sys.argv,
         "host": platform.node(),
         "cpus": os.cpu_count(),
@@ -87,10 +90,3 @@ def environment(device: torch.device, name: str) -> dict[str, Any]:
             "count": torch.cuda.device_count(),
         }
     return env
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

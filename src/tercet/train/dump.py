@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from tercet.config.load import read_stored
-from tercet.config.schema import RunConfig
 from tercet.model.loss import IGNORED
 from tercet.train.device import pick_device
 from tercet.train.optim import global_norm
@@ -23,9 +22,10 @@ from tercet.train.step import MicroBatch, autocast, loss_sum
 
 
 def write_dump(
-    folder: Path, step: int, model: nn.Module, batches: Sequence[MicroBatch], config: RunConfig, rank: int
+    folder: Path, step: int, model: nn.Module, batches: Sequence[MicroBatch], config: Mapping[str, Any], rank: int
 ) -> Path:
-    """Write the current weights and the batches of `step` to nonfinite/step-N in the run folder. Call on every rank."""
+    """Write the current weights and the batches of `step`, which other ranks may have, to nonfinite/step-N in the run
+    folder. Call on every rank."""
     target = folder / "nonfinite" / f"step-{step:08d}"
     target.mkdir(parents=True, exist_ok=True)
     weights: dict[str, Any] = get_model_state_dict(
@@ -33,16 +33,15 @@ def write_dump(
     )
     if rank == 0:
         save_file({k: v.contiguous().clone() for k, v in weights.items()}, target / "weights.safetensors")
-    if rank % config.parallel.context:
-        return target  # the first rank that shares these sequences writes them
     tensors: dict[str, Tensor] = {}
     for i, batch in enumerate(batches):
         tensors |= {f"{i}.tokens": batch.tokens, f"{i}.targets": batch.targets}
         if batch.cu_seqlens is not None:
             tensors[f"{i}.cu_seqlens"] = batch.cu_seqlens
-    save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, target / f"batches_rank{rank}.safetensors")
+    if batches:
+        save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, target / f"batches_rank{rank}.safetensors")
     if rank == 0:
-        about = {"step": step, "micro_batches": len(batches), "config": config.model_dump(mode="json")}
+        about = {"step": step, "micro_batches": len(batches), "config": config}
         (target / "dump.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return target
 

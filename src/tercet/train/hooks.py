@@ -51,10 +51,10 @@ def join_run(
     for warning in warnings if launch.local_rank == 0 else []:  # once per machine
         print(f"warning: {printable(warning)}", file=sys.stderr)
     if config.parallel.strategy == "single":
-        return Single(), locate(config, resume), resume
+        return Single(), locate(config.run, resume), resume
 
     def folder(earlier: str | None) -> Path:
-        return Path(earlier) if earlier else locate(config, resume)
+        return Path(earlier) if earlier else locate(config.run, resume)
 
     world = join(launch, config.parallel, device, flatten_table(config.model_dump(mode="json")), folder)
     path = Path(world.folder)

@@ -45,23 +45,15 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     selectors = [p for name, p in named if ".selector." in name]
     trained = [p for name, p in named if ".selector." not in name and p not in hidden]
+    selector_lr = config.selector.lr or config.lr
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         # the extra keys are for `update`
-        {
-            "params": selectors,
-            "weight_decay": 0.01,
-            "lr_factor": (config.selector.lr or config.lr) / config.lr,
-            "clip": 1.0,
-        },
+        {"params": selectors, "weight_decay": 0.01, "lr_factor": selector_lr / config.lr, "clip": 1.0},
     ]
-    adamw = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=config.betas,
-        fused=True,
-    )
+    used = [group for group in groups if group["params"]]
+    adamw = torch.optim.AdamW(used, lr=config.lr, betas=config.betas, fused=True)
     return MuonAdamW(adamw, _build_muon(hidden, config)) if hidden else adamw
 
 
@@ -89,12 +81,8 @@ def _build_muon(hidden: dict[Tensor, tuple[int, ...]], config: TrainConfig) -> t
     for matrix, parts in hidden.items():
         group = groups.setdefault((parts, matrix.shape[1]), {"params": [], "parts": parts, "lr_factor": factor})
         group["params"].append(matrix)
-    return torch.optim.Muon(
-        list(groups.values()),
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    options: Any = {"lr": config.lr, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+    return torch.optim.Muon(list(groups.values()), **options)
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -230,13 +218,9 @@ def gradient_norms(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[
 
 
 def update(
-    optimizer: torch.optim.Optimizer,
-    lr: float,
-    clip: float,
-    norm: Tensor,
-    skip: Tensor,
+    optimizer: torch.optim.Optimizer, lr: float, clip: float, norm: Tensor, skip: Tensor,
     selector_norm: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Clip, update at rate `lr`, clear the gradients. If `skip` (bool on the device), weights and moments stay.
 
     The optimizer reads `found_inf` on the device, as with a GradScaler, so the host does not wait. Zeroing the
@@ -244,12 +228,13 @@ def update(
     """
     selectors = selector_group(optimizer)
     others = [group for group in optimizer.param_groups if group is not selectors]
-    if clip > 0:
-        parameters = [p for group in others for p in group["params"] if p.grad is not None]
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm, foreach=True)
-    if selectors is not None and selectors["clip"] > 0 and selector_norm is not None:
-        parameters = [p for p in selectors["params"] if p.grad is not None]
-        torch.nn.utils.clip_grads_with_norm_(parameters, selectors["clip"], selector_norm, foreach=True)
+    clipped = [(others, clip, norm)]
+    if selectors is not None and selector_norm is not None:
+        clipped.append(([selectors], selectors["clip"], selector_norm))
+    for groups, most, found in clipped:
+        if most > 0:
+            parameters = [p for group in groups for p in group["params"] if p.grad is not None]
+            torch.nn.utils.clip_grads_with_norm_(parameters, most, found, foreach=True)
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_factor", 1.0)
     optimizer.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]

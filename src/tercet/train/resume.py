@@ -87,7 +87,7 @@ def check_start(config: RunConfig, resume: str | None) -> None:
                 f"with its tokenizer, which --config {run_of(found.path)}/config.toml sets"
             )
     unverified = config.checkpoint.model_copy(update={"verify": False})
-    with closing(RunFolder(locate(config, resume))) as folder:
+    with closing(RunFolder(locate(config.run, resume))) as folder:
         find_start(config.with_absolute_paths().model_copy(update={"checkpoint": unverified}), resume, folder)
 
 

@@ -1,4 +1,4 @@
-"""The run folder: find or create it, lock it, and describe the run in it (config.toml, tokenizer, ...)."""
+"""The run folder: find or create it, lock it, and remove it again if the run was refused."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
-from tercet.atomic_io import unused, write_json, write_text
-from tercet.config.load import write_config
-from tercet.config.schema import RunConfig
-from tercet.data.tokenizers import LibraryTokenizer, Tokenizer
+from tercet.atomic_io import unused
+from tercet.config.schema import RunSection
 from tercet.errors import TercetError, UsageError
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.train import manifest
 
 LOCK = "lock"
-ENVIRONMENT = "env.json"
+ENVIRONMENT = "env.json"  # written first: it marks the folder as that of a run
 FILE_LISTS = "data_files"  # a file list for each source of data, named by its hash
 # What a new run's folder may hold: what other ranks, launchers and a start that was killed leave behind, and logs that
 # the shell has opened.
@@ -90,17 +86,6 @@ class RunFolder:
             return []
         return sorted(name for name in self._existing if not any(fnmatch(name, pattern) for pattern in EXPECTED))
 
-    def describe(
-        self, config: RunConfig, origins: Mapping[str, str], environment: Mapping[str, Any], tokenizer: Tokenizer
-    ) -> None:
-        """Write what is needed to repeat the run. Each file is replaced atomically; ENVIRONMENT comes first, because it
-        marks the folder as that of a run."""
-        write_json(self.path / ENVIRONMENT, environment)
-        write_config(config, origins, self.path)
-        if isinstance(tokenizer, LibraryTokenizer):
-            for name, text in tokenizer.files.items():
-                write_text(self.path / name, text)
-
     def close(self) -> None:
         """Release the folder. If nothing was written to it, remove what this process created."""
         now = {p.name for p in self.path.iterdir()} if self.path.is_dir() else set()
@@ -125,18 +110,18 @@ def _pids_with_open(path: Path) -> list[int]:
     return sorted(pids)
 
 
-def locate(config: RunConfig, resume: str | None) -> Path:
+def locate(run: RunSection, resume: str | None) -> Path:
     """run.dir; else the run folder of `resume`; else a new folder under runs/."""
-    if config.run.dir is not None:
-        return Path(config.run.dir)
+    if run.dir is not None:
+        return Path(run.dir)
     if resume not in (None, "auto"):
         return manifest.run_of(Path(str(resume)))
     runs = Path("runs")
     if resume == "auto":
         # Match whole names: runs of `tiny` are not runs of `tiny-dense`.
-        pattern = re.compile(re.escape(config.run.name) + r"-\d{8}-\d{6}(-\d+)?")
+        pattern = re.compile(re.escape(run.name) + r"-\d{8}-\d{6}(-\d+)?")
         named = [p for p in (runs.iterdir() if runs.is_dir() else ()) if pattern.fullmatch(p.name)]
         earlier = [p for p in named if manifest.complete_checkpoints(p / "checkpoints")]
         if earlier:
             return max(earlier, key=lambda p: (p / "checkpoints").stat().st_mtime)
-    return unused(runs / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return unused(runs / f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}")

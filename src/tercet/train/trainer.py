@@ -8,7 +8,8 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 
 from tercet import hints
-from tercet.atomic_io import write_json
+from tercet.atomic_io import write_json, write_text
+from tercet.config.load import write_config
 from tercet.config.schema import RunConfig
 from tercet.data.files import save_file_lists
 from tercet.data.loader import Batch, Loader, build_loader
@@ -56,7 +57,7 @@ from tercet.train.resume import (
     find_start,
     load_run_tokenizer,
 )
-from tercet.train.run_folder import FILE_LISTS, RunFolder
+from tercet.train.run_folder import ENVIRONMENT, FILE_LISTS, RunFolder
 from tercet.train.state import Stages, TrainState, build_state, set_teacher, step_flops
 from tercet.train.step import StepBatches, to_device, train_step
 from tercet.train.validate import Validation, check_validation_data, sample_text
@@ -112,7 +113,11 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         forked = start is not None and not start.is_in(folder.checkpoints)
         # A run without a step left keeps the description of the steps that it ran.
         if strategy.rank == 0 and (start is None or forked or state.step < config.train.steps):
-            folder.describe(config, origins, environment(device, device_name(device)), tokenizer)
+            # what is needed to repeat the run; each file is replaced atomically
+            write_json(folder.path / ENVIRONMENT, environment(device, device_name(device)))
+            write_config(config, origins, folder.path)
+            for name, text in saved_files(tokenizer).items():
+                write_text(folder.path / name, text)
             save_file_lists(folder.path / FILE_LISTS, loader.stream.notes.files)
         superseded, damaged = rewind(folder.path, strategy.rank, state.step)
         if strategy.rank == 0:  # ranks that this launch does not have
@@ -155,6 +160,11 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         return trainer.run()
 
 
+def saved_files(tokenizer: Tokenizer) -> Mapping[str, str]:
+    """Files of the tokenizer that a run and its checkpoints carry, by name. Bytes need none."""
+    return tokenizer.files if isinstance(tokenizer, LibraryTokenizer) else {}
+
+
 class Halted(TercetError):
     """Too many steps were not finite, or a health rule halted the run."""
 
@@ -192,7 +202,7 @@ class Trainer:
             world_size=self.strategy.world_size,
             process_group=self.strategy.checkpoint_group,
             wait_for=self.strategy.wait_for,
-            files=self.tokenizer.files if isinstance(self.tokenizer, LibraryTokenizer) else {},
+            files=saved_files(self.tokenizer),
             keep_steps=config.train.stage_ends,
         )
         saved_config = config.model_dump(mode="json")
@@ -415,7 +425,10 @@ class Trainer:
     def _halt(self, step: int) -> None:
         """Dump `step` and stop. The weights have been frozen since that step, so the dump reproduces it."""
         batches = [to_device(b, self.state.device) for b in self._recent[step]]
-        path = write_dump(self.folder.path, step, self.state.model, batches, self.stage, rank=self.strategy.rank)
+        rank, context = self.strategy.rank, self.config.parallel.context
+        config = self.stage.model_dump(mode="json")
+        # the first rank that shares these sequences writes them
+        path = write_dump(self.folder.path, step, self.state.model, [] if rank % context else batches, config, rank)
         guard = self.state.guard
         raise Halted(
             f"stopped: losses or gradients were not finite in {plural(guard.total(), 'step')} of the run "

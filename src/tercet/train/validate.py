@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -34,11 +35,8 @@ def check_validation_data(config: RunConfig, tokenizer: Tokenizer) -> None:
     parts = [data.model_copy(update={"mixture": (part,)}) for part in data.mixture] or [data]
     for part in parts:
         try:
-            documents = open_stream(part, tokenizer, seed=config.run.seed, split="validation").documents()
-            try:
-                next(documents, None)
-            finally:
-                documents.close()
+            with closing(open_stream(part, tokenizer, seed=config.run.seed, split="validation").documents()) as found:
+                next(found, None)
         except DataUsageError as error:
             raise UsageError(
                 f"train.val_tokens={config.train.val_tokens}, but the data has nothing to validate on: {error}; "
@@ -126,19 +124,10 @@ class Validation:
 
 
 def sample_text(
-    model: Any,
-    tokenizer: Tokenizer,
-    prompt: str,
-    tokens: int,
-    *,
-    temperature: float,
-    context: int,
-    device: torch.device,
-    precision: str,
-    seed: int,
-    agree: Callable[[Callable[[], int]], int] = lambda choose: choose(),
-    cached: bool = False,
-) -> str:
+    model: Any, tokenizer: Tokenizer, prompt: str, tokens: int, *, temperature: float, context: int,
+    device: torch.device, precision: str, seed: int,
+    agree: Callable[[Callable[[], int]], int] = lambda choose: choose(), cached: bool = False,
+) -> str:  # fmt: skip
     """Continue `prompt` until end of document or `tokens` tokens, reading at most `context` tokens.
 
     Uncached, it works under every strategy; `cached`, in fp32 on one rank, it is many times as fast until the context
