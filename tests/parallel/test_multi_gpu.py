@@ -1,6 +1,7 @@
-"""Several ranks, one device each, train like one, survive a kill and resume on another number of ranks.
+"""Several ranks train like one, survive a kill and resume on another number of ranks.
 
-The same tests run over NCCL on two or more GPUs (`make test-multi-gpu`) and over gloo on CPUs (`make test-slow`).
+The same tests run over NCCL on two or more GPUs (`make test-multi-gpu`), over gloo on one GPU that two ranks share
+(`make test-gpu`), and over gloo on CPUs (`make test-slow`).
 """
 
 from __future__ import annotations
@@ -23,18 +24,27 @@ RESTART = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-re
 
 
 def over(ranks: int = 2) -> pytest.MarkDecorator:
-    """Run a test over NCCL, if there are as many GPUs as ranks, and over gloo."""
+    """Run a test over NCCL, if there are as many GPUs as ranks, and over gloo; two ranks also on a shared GPU."""
     too_few = f"NCCL needs one GPU per rank: {ranks} ranks, and this machine has {GPUS} GPU{'s' * (GPUS != 1)}"
     enough = pytest.mark.skipif(ranks > GPUS, reason=too_few)
     gpus = [pytest.mark.gpu, pytest.mark.multi_gpu, pytest.mark.serial, enough]
+    alone = pytest.mark.skipif(GPUS > 1, reason="where each rank can have its own GPU, sharing one is refused")
+    shared = [pytest.param("shared", marks=[pytest.mark.gpu, pytest.mark.serial, alone])] if ranks == 2 else []
     return pytest.mark.parametrize(
-        "backend", [pytest.param("nccl", marks=gpus), pytest.param("gloo", marks=pytest.mark.slow)]
+        "backend", [pytest.param("nccl", marks=gpus), pytest.param("gloo", marks=pytest.mark.slow), *shared]
     )
+
+
+LIMITS = {
+    "nccl": {"loss": 1e-5, "gradient": 1e-4, "losses": 1e-3, "stats": 1e-9},
+    "gloo": {"loss": 1e-5, "gradient": 1e-4, "losses": 1e-3, "stats": 1e-9},
+    "shared": {"loss": 1e-6, "gradient": 1e-5, "losses": 1e-4, "stats": 1e-9},
+}
 
 
 def compare(backend: str, ranks: int, steps: int, cases: list[str]) -> list[dict[str, Any]]:
     """Differences between each strategy and one process."""
-    where = ["--cuda", "--nccl"] if backend == "nccl" else []
+    where = {"nccl": ["--cuda", "--nccl"], "shared": ["--cuda"], "gloo": []}[backend]
     found = run_torchrun(ranks, "strategies_ranks", *where, *(f"{steps}:{case}" for case in cases), seconds=900)
     results = [t for t in found if "case" in t]
     assert [t["case"] for t in results] == cases
@@ -45,11 +55,15 @@ def compare(backend: str, ranks: int, steps: int, cases: list[str]) -> list[dict
 @over()
 @pytest.mark.parametrize(
     "cases",
-    [["ddp", "ddp, accumulated, recomputed"], ["fsdp", "fsdp, grad_op"], ["cp", "cp, replicated"]],
+    [
+        ["ddp", "ddp, accumulated, recomputed"],
+        ["fsdp", "fsdp, grad_op"],
+        ["cp", "cp, replicated", "cp full 1", "cp, accumulated, recomputed"],
+    ],
     ids=["ddp", "fsdp", "cp"],
 )
 def test_two_ranks_train_like_one(backend: str, cases: list[str]):
-    assert_below(compare(backend, 2, 20, cases), loss=1e-5, gradient=1e-4, losses=1e-3, stats=1e-9)
+    assert_below(compare(backend, 2, 20, cases), **LIMITS[backend])
 
 
 @over(4)
@@ -61,6 +75,15 @@ def test_four_ranks_train_like_one_with_hsdp_and_with_data_parallel_sequences(ba
 @over()
 def test_two_ranks_train_like_one_in_bf16(backend: str):
     assert_below(compare(backend, 2, 3, ["ddp, bf16", "fsdp, bf16", "cp, bf16"]), loss=1e-2, gradient=5e-2)
+
+
+@pytest.mark.gpu
+def test_one_rank_on_nccl_trains_like_one_process_and_keeps_a_record_of_its_collectives():
+    """What one GPU can show of NCCL: groups, mixed transports, sharding, the flight recorder."""
+    results = run_torchrun(1, "strategies_ranks", "--cuda", "--nccl", "3:ddp", "3:fsdp", seconds=300)
+    assert_below(results[:2], loss=1e-5, gradient=1e-4)
+    assert results[2]["recorded"] > 0
+    assert any(kind.startswith("nccl:") for kind in results[2]["kinds"])
 
 
 def settings(backend: str, folder: Path, **changes: Any) -> dict[str, Any]:
@@ -75,7 +98,7 @@ def settings(backend: str, folder: Path, **changes: Any) -> dict[str, Any]:
         "train.precision": "fp32",
         "train.compile": "off",
     }
-    if backend == "nccl":
+    if backend != "gloo":
         run |= {key.replace("__", "."): value for key, value in GPU_SIZES.items()} | {"train.tokens_per_step": 2048}
     return run | {key.replace("__", "."): value for key, value in changes.items()}
 
@@ -87,7 +110,7 @@ def train_alone(backend: str, folder: Path, **changes: Any) -> None:
 
 
 def command(backend: str, folder: Path, strategy: str, **changes: Any) -> list[str]:
-    on = {"parallel__strategy": strategy, "parallel__timeout_seconds": 60}
+    on = {"parallel__strategy": strategy, "parallel__timeout_seconds": 60, "parallel__share_gpus": backend == "shared"}
     return ["--preset", "tiny", *flags(settings(backend, folder, **on, **changes))]
 
 
@@ -109,6 +132,7 @@ def test_a_killed_rank_is_named_and_the_run_resumes(tmp_path: Path, backend: str
         assert run.wait(400) == 0, run.text
     assert f"error: rank 1 (pid {victim} on " in run.text
     assert "resuming from" in run.text
+    assert ("1 GPU share GPUs (parallel.share_gpus)" in run.text) == (backend == "shared")
     assert_same_losses(folder, alone)
 
 

@@ -84,7 +84,7 @@ def test_validation_is_rounded_up_to_whole_batches(asked, passes):
     assert "validation" not in lines(train__val_tokens=0)
 
 
-SELECTOR = {"model__selector": "learned", "model__nsa__select_count": 4, "train__tokens_per_step": 1024}
+SELECTOR = {"model__selector": "learned", "train__tokens_per_step": 1024, "train__selector__every": 16}
 
 
 @pytest.mark.parametrize(
