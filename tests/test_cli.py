@@ -80,15 +80,6 @@ def test_a_plan_takes_no_time_from_the_peak_of_another_arithmetic(capsys):
     assert seconds is None
 
 
-def test_a_plan_takes_half_the_time_on_two_ranks(capsys):
-    def seconds(*flags: str) -> float:
-        m7c = ("--preset", "m7c", "--gpu", "H200", "--train.micro_batch", "1")
-        return json.loads(run(capsys, "plan", *m7c, *flags, "--json")[1])["seconds"]
-
-    both = seconds("--parallel.strategy", "ddp", "--parallel.world_size", "2")
-    assert both == pytest.approx(seconds() / 2)
-
-
 def test_a_plan_of_one_rank_names_the_flag_for_more(capsys):
     options = ("plan", "--preset", "tiny", "--gpu", "H100", "--parallel.strategy", "fsdp")
     hint = "planned fsdp on one rank: plan for more with --parallel.world_size N"
@@ -97,21 +88,30 @@ def test_a_plan_of_one_rank_names_the_flag_for_more(capsys):
     assert "rank" not in run(capsys, *options[:-2])[1]
 
 
-def test_plan_as_json_is_one_line(capsys):
-    code, out, _ = run(capsys, "plan", "--preset", "tiny", "--json")
-    found = json.loads(out)
-    assert code == 0
-    assert found["parameters_total"] == sum(found["parameters"].values())
-    assert found["memory_total"] == sum(found["memory"].values())
-    assert found["warnings"] == []
-
-
-def test_plan_as_json_holds_the_warnings_that_the_words_end_with(capsys):
+def test_plan_as_json_is_one_line_with_the_warnings_that_the_words_end_with(capsys):
     flags = ("--preset", "tiny", "--gpu", "H200", "--data.shuffle_sequences", "100000000")
     said = [line for line in run(capsys, "plan", *flags)[1].splitlines() if line.startswith("warning")]
-    found = json.loads(run(capsys, "plan", *flags, "--json")[1])["warnings"]
-    assert "data.shuffle_sequences=100000000" in found[0]
-    assert said == [f"{'warning':<11} {text}" for text in found]
+    found = json.loads(run(capsys, "plan", *flags, "--json")[1])
+    assert found["parameters_total"] == sum(found["parameters"].values())
+    assert found["memory_total"] == sum(found["memory"].values())
+    assert "data.shuffle_sequences=100000000" in found["warnings"][0]
+    assert said == [f"{'warning':<11} {text}" for text in found["warnings"]]
+    both = ("--parallel.strategy", "ddp", "--parallel.world_size", "2", "--train.micro_batch", "2")
+    assert json.loads(run(capsys, "plan", *flags, *both, "--json")[1])["seconds"] == pytest.approx(found["seconds"] / 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        ("--preset tiny", "2 layers (nsa)"),
+        ("--preset tiny --model.branches selected,window --model.selector learned",
+         "2 layers (nsa, branches selected and window, learned selector)"),
+        ("--preset tiny --model.attention nsa dense", "(1 nsa + 1 dense)"),
+        ("--preset m7c --model.attention window*2,nsa", "(8 window + 4 nsa, learned selector)"),
+    ],
+)  # fmt: skip
+def test_a_plan_describes_the_attention(capsys, flags, shown):
+    assert shown in run(capsys, "plan", *flags.split())[1]
 
 
 def test_an_unknown_gpu_is_an_error_that_lists_the_known_ones(capsys):
@@ -221,13 +221,7 @@ def test_flags_of_other_trainers_are_answered(capsys, name):
         code, _, err = run(capsys, "train", "--preset", "tiny", flag, "1")
         assert code == 2
         assert f"unknown option {flag}: use {OTHER_NAMES[name]}" in err
-
-
-def test_answers_to_other_names_name_flags_that_exist():
-    import re
-
-    for answer in OTHER_NAMES.values():
-        assert set(re.findall(r"--([a-z_.]+)", answer)) <= set(all_keys())
+    assert set(re.findall(r"--([a-z_.]+)", OTHER_NAMES[name])) <= set(all_keys())
 
 
 def test_a_file_and_flags_complete_each_other(capsys, tmp_path):
@@ -236,23 +230,6 @@ def test_a_file_and_flags_complete_each_other(capsys, tmp_path):
     code, out, _ = run(capsys, "config", "show", "--config", str(file), "--data.path", "a.txt", "b.txt")
     assert code == 0
     assert 'path = ["a.txt", "b.txt"]  # flag' in out
-
-
-def test_branches_and_selector_are_described(capsys):
-    options = ["--model.branches", "selected,window", "--model.selector", "learned"]
-    _, out, _ = run(capsys, "plan", "--preset", "tiny", *options)
-    assert "2 layers (nsa, branches selected and window, learned selector)" in out
-    _, out, _ = run(capsys, "plan", "--preset", "tiny")
-    assert "2 layers (nsa)" in out
-
-
-def test_mixed_attention_is_described(capsys):
-    code, out, _ = run(capsys, "plan", "--preset", "tiny", "--model.attention", "nsa", "dense")
-    assert code == 0
-    assert "(1 nsa + 1 dense)" in out
-    code, out, _ = run(capsys, "plan", "--preset", "m7c", "--model.attention", "window*2,nsa")
-    assert code == 0
-    assert "(8 window + 4 nsa, learned selector)" in out
 
 
 def test_former_switches_in_the_environment_are_named(capsys, monkeypatch):
@@ -274,35 +251,24 @@ def test_commands_are_refused_before_torch_is_loaded(tmp_path):
     commands = {
         "train --preset tiny --train.steps x": "must be an integer",
         "train --preset tiny --run.threads 100000": "run.threads=100000 is more than the",
-        "train --preset tiny --train.init_from nowhere": "nowhere does not exist",
         "train --preset tiny --data.source text --data.path nowhere": "nowhere matches no file",
         f"train --preset tiny --run.dir {run_folder}": "already holds a run",
         f"train --run.dir {run_folder} --resume auto --train.lr 5": "train.lr was",
         f"train --preset tiny --train.init_from {run_folder} --model.vocab_size 512": "train with its tokenizer",
-        "sweep --steps x": "must be an integer",
-        "doctor --what": "unknown option --what",
-        "watch x --every x": "must be a number",
         "data prepare --out o --workers x": "must be an integer",
-        "bench train --steps x": "must be an integer",
         "generate nowhere --prompt a": "nowhere does not exist",
         f"generate {bare}": "no prompt given",
         f"generate {bare} --prompt a --temperature -1": "temperature=-1",
-        f"generate {bare} --prompt a --max-new-tokens 0": "max_new_tokens=0",
         f"generate {run_folder} --prompt {'a' * 999}": "the prompt has 999 tokens",
-        f"eval perplexity {bare} --sequences 0": "sequences=0",
         f"eval perplexity {bare} --plot {bare}/config.toml/p.svg": "p.svg",
         f"eval needle {bare} --depths 2": "depths=(2.0,) must be",
-        f"eval recall {bare} --documents 0": "documents=0",
         f"eval recall {run_folder}": "not on the recall task",
         f"eval ruler {run_folder} --tasks nothing": "tasks=nothing (flag): entry 1: must be one of niah_single_1",
         f"eval lm-eval {bare}": "no task given",
         f"eval selection-map {bare} out.html": "no prompt given",
         f"export hf nowhere {tmp_path / 'out'}": "nowhere does not exist",
-        f"export hf {bare} {bare}": "exists and is not empty",
         f"export hf {run_folder} {tmp_path / 'out'} --format llama": "cannot be exported with --format llama",
         f"import hf nowhere {tmp_path / 'out'}": "nowhere is not a folder",
-        f"import hf {bare} {bare}": "exists and is not empty",
-        f"import hf {bare} {tmp_path / 'out'} --attention nothing": "'nothing' is unknown",
         f"import hf {bare} {tmp_path / 'out'} --attention block-sparse --selector learned --nsa.select_count 3": (
             "nothing to choose"
         ),
@@ -403,9 +369,7 @@ def test_a_resumed_run_uses_its_own_configuration(capsys, monkeypatch, tmp_path)
     [
         ("--resume auto --run.dir gone", "--resume auto: there is no run to resume at gone, which does not exist: "),
         ("--resume auto --run.dir gone", "train --preset tiny --run.dir gone`"),
-        ("--resume auto --run.dir=gone", "there is no run to resume at gone, which does not exist: "),
         ("--resume gone", "--resume gone: there is no run to resume at gone, which does not exist: "),
-        ("--resume gone --run.dir new", "train --preset tiny --run.dir new`"),
         ("--resume auto --run.dir bare", "there is no run to resume at bare, which has no config.toml: "),
         ("--resume auto", "--resume auto needs --run.dir, a preset or a file: "),
         ("--run.dir gone", "no configuration given: try `"),
@@ -500,11 +464,7 @@ def test_documented_trainings_say_what_to_train():
     assert [line for line in lines if not re.search(r"--(preset|config|resume) ", line)] == []
 
 
-def test_there_are_documented_commands():
-    assert len(documented_commands()) >= 6
-
-
-@pytest.mark.parametrize("command", documented_commands())
+@pytest.mark.parametrize("command", documented_commands() or ["none found"])
 def test_documented_commands_work(capsys, tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.toml").write_text("[train]\nclip = 0.5\n")

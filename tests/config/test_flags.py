@@ -236,14 +236,6 @@ def test_errors_of_other_commands(capsys, command, message):
     assert error(capsys, *command.split()).startswith(f"error: {message}")
 
 
-def test_a_key_that_may_be_empty_takes_none(capsys):
-    given = "--preset tiny --run.threads none --model.value_dim=none --train.activation-checkpointing none"
-    assert cli.main(["config", "show", *given.split()]) == 0
-    out = capsys.readouterr().out
-    for line in ("threads", "value_dim", "activation_checkpointing"):
-        assert f'{line} = "none"  # flag' in out
-
-
 # ------------------------------------------------------------------------------------------------
 # Help
 

@@ -30,8 +30,6 @@ def checks(config: RunConfig, *, short: bool, folder: Path | None = None) -> lis
     ]
     uses_kernels = set(model.attention_kinds) != {"dense"} and model.backend != "reference"
     if uses_kernels and not (short and config.run.device == "cpu"):
-        if not short:
-            found.append(("triton", kernels.triton_works))
 
         def parity() -> Finding:
             # Kernels only run on a GPU, so resolve `auto` for one.
@@ -74,7 +72,7 @@ def doctor(
     folder: str | None = None,
     share_gpus: bool = False,
 ) -> int:
-    """Check this machine: versions, devices, drivers, Triton, kernel parity, collectives, disk and data.
+    """Check this machine: versions, devices, drivers, kernel parity, collectives, disk and data.
 
     Every problem comes with a fix. The exit code is 1 if a check failed.
 
