@@ -48,6 +48,7 @@ FUNCTIONS = {
     "sweep": ("tercet.bench.sweep:sweep", "measure speed and memory over settings, or loss over learning rates"),
     "doctor": ("tercet.doctor.examine:doctor", "check this machine: versions, devices, kernels, disk, data"),
     "generate": ("tercet.inference.commands:generate", "generate text: tercet generate RUN --prompt TEXT"),
+    "calibrate": ("tercet.inference.commands:calibrate", "which blocks a dense model needs: tercet calibrate FOLDER"),
 }
 # `tercet GROUP NAME` calls a function of a module in the same way.
 GROUPS = {

@@ -1,4 +1,4 @@
-"""The `tercet generate` command. Imports nothing heavy before its arguments are checked."""
+"""The commands `tercet generate` and `tercet calibrate`. Imports nothing heavy before their arguments are checked."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from tercet import hints
+from tercet.atomic_io import check_writable
 from tercet.config.flags import Arg
 from tercet.errors import TercetError, UsageError
 from tercet.inference.arguments import Device, Dtype, Run, at_least_one, check_model, read_prompt_file
 from tercet.telemetry.units import plural
-from tercet.terminal import printable
+from tercet.terminal import Progress, printable
 
 if TYPE_CHECKING:
     from tercet.inference.generate import Generated, Timing
@@ -115,6 +117,55 @@ def generate(
         messages = [*messages, _message("user", text), _message("assistant", reply)]
 
     _converse(answer)
+    return 0
+
+
+def calibrate(
+    model: Annotated[Path, Arg("A folder of a dense model of transformers, or a GGUF file.")],
+    text: tuple[Path, ...] = (),
+    length: int | None = None,
+    facts: int = 16,
+    store: bool = False,
+    device: Device = "auto",
+) -> int:
+    """Which blocks a dense model needs to stay as good at finding facts: plants facts, measures, recommends a setting.
+
+    Args:
+        text: UTF-8 files to plant the facts in; default: Python's own documentation.
+        length: Tokens of each text; default: 8192 on a GPU, 4096 on a CPU, but at most the model's context.
+        facts: Texts to read, with one fact each.
+        store: Write the recommended setting to the model's config.json, for attn_implementation="tercet".
+    """
+    at_least_one(length=length, facts=facts)
+    if not model.exists():
+        raise UsageError(f"{model} does not exist: give a folder of a model of transformers, or a GGUF file")
+    folder = model.is_dir()
+    if folder and not (model / "config.json").is_file():
+        fix = hints.tercet("export", "hf", model, "OUT", "--format", "llama")
+        raise UsageError(f"{model} has no config.json, so it is not a model of transformers: export a run with `{fix}`")
+    if store and not folder:
+        raise UsageError(f"--store needs a folder, but {model} is a file: load it in transformers and save it first")
+    if store:
+        check_writable("--store", model / "config.json")
+    documents = [read_prompt_file(file) for file in text] or None
+    print(f"calibrating {model} on {plural(facts, 'planted fact')}", file=sys.stderr, flush=True)
+    from tercet.inference.calibrate import fact_table, load_dense, store_settings
+
+    dense, tokenizer = load_dense(model, device)
+    longest = getattr(dense.config, "max_position_embeddings", None) or 8192
+    length = length or min(longest, 4096 if dense.device.type == "cpu" else 8192)
+    progress = Progress(facts * length)
+    table = fact_table(dense, tokenizer, documents, length=length, facts=facts, progress=progress.update)
+    print(table)
+    if 2 * table.answered < facts:
+        print(f"warning: only {table.answered} of {facts} facts are answered: use a shorter --length", file=sys.stderr)
+    if store:
+        store_settings(model, table.stored(table.recommended))
+    print(
+        f'stored in {model / "config.json"}, for attn_implementation="tercet"'
+        if store
+        else "--store keeps this setting"
+    )
     return 0
 
 
