@@ -80,10 +80,11 @@ def test_what_is_kept_is_the_attention_on_the_blocks_that_the_operator_reads(loa
         logits = q[0] @ k[0].repeat_interleave(3, 0).transpose(1, 2) * 48**-0.5
         p = logits.masked_fill(~causal, -torch.inf).softmax(-1).unflatten(0, (2, 3)).sum(1)  # [groups, queries, keys]
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-        for i, channels in enumerate(grid.channels):
-            planes = slow_channels(48, q.device, channels // 2)
+        for i, channels in enumerate((*grid.channels, None)):  # None: block means
+            exact = None if channels else ()
+            planes = slow_channels(48, q.device, channels // 2) if channels else None
             _, aux = tercet.block_sparse_attention(
-                q, k, k, config=config, scorer="own", score_channels=planes, return_aux=True
+                q, k, k, config=config, scorer="own", score_channels=planes, exact_groups=exact, return_aux=True
             )
             read = (aux.block_indices[0][..., None] == torch.arange(203) // block).any(2).transpose(0, 1)
             kept = p * read
