@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,6 @@ from transformers import (
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
     DynamicCache,
-    Gemma2Config,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -274,26 +272,6 @@ def test_autocast_computes_attention_in_bfloat16(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (Gemma2Config(**SIZES), "model_type='gemma2' .*llama, mistral, qwen2, qwen3"),
-        (MistralConfig(**SIZES, sliding_window=16), "sliding_window=16 .*sliding_window=None"),
-        (Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=16, max_window_layers=1), "layer_types must be"),
-        (LlamaConfig(**SIZES, is_causal=False), "is_causal=False .*only causal"),
-    ],
-)
-def test_models_that_cannot_are_refused(config, words: str):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="tercet")
-    with pytest.raises(UnsupportedError, match=words) as error:
-        model(some_tokens(1, 8))
-    assert "\n" not in str(error.value)
-    with pytest.raises(UnsupportedError, match=words):
-        use_block_sparse(model, NSA)
-
-
-@pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"nsa": {"select_count": 1}}, "tercet.nsa: .*select_count=1"),
@@ -335,6 +313,5 @@ def test_arguments_that_cannot_be_used_are_refused(sparse):
     with pytest.raises(UnsupportedError, match=r"position_ids 10 .* the 30 tokens .*use_cache=False"):
         sparse(tokens[:, :1], position_ids=torch.tensor([[10]]), past_key_values=cache)
     q, layout = torch.zeros(1, 4, 8, 16), layout_mask(batch_size=1, kv_length=8, q_length=8, config=sparse.config)
-    for options, words in (({"dropout": 0.1}, "attention_dropout=0.1"), ({"scaling": 1.0}, "scaling=1.0")):
-        with pytest.raises(UnsupportedError, match=words):
-            layer_attention(sparse.model.layers[0].self_attn, q, q, q, layout, **options)
+    with pytest.raises(UnsupportedError, match=r"attention_dropout=0\.1"):
+        layer_attention(sparse.model.layers[0].self_attn, q, q, q, layout, dropout=0.1)

@@ -13,12 +13,14 @@ except ImportError:
 
     raise TercetError("tercet.interop.huggingface needs transformers: pip install 'tercet[hub]'") from None
 
-from tercet.interop.huggingface.attention import NAME, layer_attention, layout_mask, use_block_sparse
+from tercet.interop.huggingface.attention import layer_attention, layout_mask, use_block_sparse
 from tercet.interop.huggingface.model import TercetCache, TercetConfig, TercetForCausalLM
+from tercet.interop.huggingface.support import NAME, check_when_loading
 
 AutoConfig.register(TercetConfig.model_type, TercetConfig, exist_ok=True)
 AutoModelForCausalLM.register(TercetConfig, TercetForCausalLM, exist_ok=True)
 AttentionInterface.register(NAME, layer_attention)
 AttentionMaskInterface.register(NAME, layout_mask)
+check_when_loading()
 
 __all__ = ["TercetCache", "TercetConfig", "TercetForCausalLM", "use_block_sparse"]

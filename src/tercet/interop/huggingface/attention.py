@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
@@ -17,114 +17,157 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.layout import Packing, RowMap, Span, move_rows
+from tercet.attention.layout import WHOLE, Packing, RowMap, Span, move_rows
 from tercet.attention.operator import AttentionInputs, attend
 from tercet.attention.selector import TokenScorer, own_scorer, pool_keys, slow_channels
 from tercet.attention.spec import AttentionSpec, block_sparse
-from tercet.errors import UsageError
-from tercet.interop.huggingface.dense_weights import FAMILIES
+from tercet.interop.huggingface.support import (
+    LOCAL,
+    NAME,
+    UnsupportedError,
+    attention_layers,
+    check_arguments,
+    check_config,
+    check_model,
+    read_forward,
+    unsupported,
+)
 from tercet.model.config import ModelConfig
 from tercet.model.decode import CachedKeys, attend_tokens, query_chunks
 from tercet.parse import first_problem
 
-NAME = "tercet"
 _HIDDEN = -9984.0  # additive masks hide a key by -inf, the dtype's minimum or -10,000, here as bfloat16
 _BLOCK_SPARSE = {
     "gate": "none", "shared_kv": True, "branches": ["selected"], "compression": "mean", "selector": "own",
 }  # fmt: skip
-# what other models pass to their attention, and we do not compute
-_UNSUPPORTED = {
-    "softcap": "soft-capping",
-    "s_aux": "attention sinks",
-    "position_bias": "position biases",
-    "cache": "paged caches",
-}
-
-
-class UnsupportedError(UsageError):
-    """A model or an argument that attn_implementation="tercet" does not compute."""
+SCORE_CHANNELS = 32
 
 
 def use_block_sparse(
     model: PreTrainedModel,
     config: NSAConfig | None = None,
     *,
-    dense_below: int = 0,
     scorer: str = "own",
+    score_channels: int | str | None = None,
+    layers: Sequence[int] | None = None,
+    dense_below: int = 0,
     exact_groups: Sequence[Sequence[int]] = (),
 ) -> None:
-    """Let a Llama, Mistral, Qwen2 or Qwen3 of transformers read long contexts block by block (docs/huggingface.md).
+    """Let a decoder of transformers read long contexts block by block (docs/convert.md).
 
     Weights stay as they are. The settings are kept in model.config.tercet, which save_pretrained writes; a model loaded
     with attn_implementation="tercet" reads them there, or takes these defaults.
 
-    config       block sizes; `window` has no effect
-    dense_below  queries at positions below this read everything, as in the dense model
-    scorer       what chooses the blocks: "own" (the model's own queries and keys) or "compressed" (means of keys)
-    exact_groups with "own": the KV heads of each layer that choose by it, such as [[0, 1], [], [1]]; the others choose
-                 by means of keys. Empty: all choose by it
+    config          block sizes; `window` has no effect
+    scorer          what chooses the blocks: "own" (the model's own queries and keys) or "compressed" (means of keys)
+    score_channels  channels of a head that "own" reads, those that RoPE rotates slowest, or "all" of them. Default: 32,
+                    or all where RoPE rotates only a part of them, or in a way that is not known
+    layers          which layers are sparse, counted from 0; the others stay dense
+    dense_below     queries at positions below this read everything, as in the dense model
+    exact_groups    with "own": the KV heads of each layer that choose by it, such as [[0, 1], [], [1]]; the others
+                    choose by means of keys. Empty: all choose by it
     """
     config = NSAConfig() if config is None else config
     if scorer not in ("own", "compressed"):
         raise UnsupportedError(f"scorer={scorer!r} is unknown: pick one of own, compressed")
     block_sparse(config, scorer, dense_below)  # which checks them
+    check_model(model)
+    stored = model.config.get_text_config()
     settings = {**_BLOCK_SPARSE, "nsa": asdict(config), "dense_below": dense_below, "selector": scorer}
-    check_model(model.config)
+    if score_channels is not None:
+        _check_channels(model, scorer, score_channels)
+        settings["score_channels"] = score_channels
+    if layers is not None:
+        count = stored.num_hidden_layers
+        if not layers or not set(layers) <= {*range(count)}:
+            raise UnsupportedError(f"layers={[*layers]} must be some of the model's layers, 0 to {count - 1}")
+        settings |= {"layers": count, "attention": ["nsa" if i in layers else "dense" for i in range(count)]}
     if exact_groups:
         settings["exact_groups"] = [list(groups) for groups in exact_groups]
-        read_settings(model.config, settings)
-    model.config.tercet = settings
+        read_settings(stored, settings)
+    stored.tercet = settings
     model.set_attn_implementation(NAME)
 
 
-def check_model(config: PretrainedConfig) -> None:
-    """Raise if block-sparse attention does not compute what a model of this configuration needs."""
-    if config.model_type not in FAMILIES:
-        raise _unsupported(f"model_type={config.model_type!r}", f"supported are {', '.join(FAMILIES)}")
-    if not getattr(config, "is_causal", True):
-        raise _unsupported("is_causal=False", "only causal attention is; use sdpa")
-    window = getattr(config, "sliding_window", None)
-    layers = getattr(config, "layer_types", None)
-    if window is not None and (layers is None or "sliding_attention" in layers):
-        fix = "load the model with sliding_window=None, which lets its layers read the whole context"
-        raise _unsupported(f"sliding_window={window}", fix if layers is None else "layer_types must be full_attention")
+def _check_channels(model: PreTrainedModel, scorer: str, channels: int | str) -> None:
+    if scorer != "own":
+        raise UnsupportedError(f'score_channels={channels!r} has no effect with scorer={scorer!r}: use scorer="own"')
+    if channels == "all":
+        return
+    layers = [layer for _, layer, _ in attention_layers(model)]
+    if not any(layer.tercet_rotation for layer in layers):
+        raise UnsupportedError(
+            f"score_channels={channels!r}: model_type={model.config.model_type!r} does not rotate whole heads in a "
+            'known way, so it is unknown which channels are the slowest: use score_channels="all"'
+        )
+    size: Any = next(layer.head_dim for layer in layers if layer.tercet_rotation)
+    if not isinstance(channels, int) or channels % 2 or not min(16, size) <= channels <= size:
+        raise UnsupportedError(f'score_channels={channels!r} must be "all" or an even number from 16 to {size}')
 
 
 class Settings(NamedTuple):
     spec: AttentionSpec
-    dense_layers: frozenset[int]
-    exact_groups: tuple[tuple[int, ...], ...]
+    dense_layers: frozenset[int] = frozenset()
+    exact_groups: tuple[tuple[int, ...], ...] = ()
+    score_channels: int | str | None = None
+    given: bool = False
+    """Whether the model came with settings; else these are the defaults."""
+
+    def of_layer(self, layer: nn.Module) -> AttentionSpec:
+        # a model that chooses blocks itself in some layers reads everything in the others
+        kind: Any = type(layer)
+        forward = None if self.given else read_forward(kind)
+        index: Any = getattr(layer, "layer_idx", None)
+        spec = replace(self.spec, exact_groups=self.exact_groups[index]) if self.exact_groups else self.spec
+        if index in self.dense_layers or (forward and "block_indices" in forward.arguments):
+            return replace(spec, dense_below=sys.maxsize)
+        return spec
+
+    def channels(self, layer: nn.Module, q: Tensor) -> Tensor | None:
+        """Channels that "own" reads; None: all."""
+        size, rotation = q.shape[-1], getattr(layer, "tercet_rotation", None)
+        count = SCORE_CHANNELS if self.score_channels is None else self.score_channels
+        if rotation is None or not isinstance(count, int) or count >= size:
+            return None
+        if rotation == "pairs":
+            return torch.arange(size - count, size, device=q.device)
+        return slow_channels(size, q.device, count // 2)
 
 
-def read_settings(config: PretrainedConfig, settings: dict[str, Any] | None = None) -> Settings:
+def saved_model(settings: Mapping[str, Any]) -> ModelConfig:
+    """The entry `tercet` of a config.json, less what only `use_block_sparse` knows; raises pydantic's error."""
+    return ModelConfig.model_validate({name: value for name, value in settings.items() if name != "score_channels"})
+
+
+def read_settings(config: PretrainedConfig, settings: Mapping[str, Any] | None = None) -> Settings:
     """The settings in a model's configuration, as `use_block_sparse` or `tercet export hf --format llama` left them."""
-    settings = settings or getattr(config, "tercet", None) or _BLOCK_SPARSE
-    if settings.get("exact_groups"):  # which are checked against the sizes of the model
+    stored = settings or getattr(config, "tercet", None) or {}
+    sizes = {}
+    if stored.get("exact_groups"):  # which are checked against the sizes of the model
         heads = config.num_attention_heads
         sizes = {"layers": config.num_hidden_layers, "heads": heads}
-        settings = {**sizes, "kv_heads": getattr(config, "num_key_value_heads", heads), **settings}
+        sizes["kv_heads"] = getattr(config, "num_key_value_heads", heads)
     try:
-        model = ModelConfig.model_validate(settings)
+        model = saved_model({**sizes, **(stored or _BLOCK_SPARSE)})
     except ValidationError as error:
         raise UnsupportedError(f"config.json: {first_problem(error, 'tercet')}") from None
     kinds = model.attention_kinds
     if "window" in kinds or ("nsa" in kinds and model.gate != "none"):
-        raise _unsupported(
+        raise unsupported(
             f"tercet.attention={model.attention!r}", "its layers must be block-sparse (gate=none) or dense"
         )
     if model.selector == "learned":
-        raise _unsupported(
+        raise unsupported(
             f"tercet.selector={model.selector!r}",
             "its weights are not in the model; to choose by its own queries and keys, call use_block_sparse(model, …)",
         )
     dense = frozenset(i for i, kind in enumerate(kinds) if kind == "dense")
-    return Settings(block_sparse(model.nsa, model.selector, model.dense_below), dense, model.exact_groups)
-
-
-def _unsupported(what: str, fix: str) -> UnsupportedError:
-    return UnsupportedError(f'{what} is not supported by attn_implementation="{NAME}": {fix}')
+    spec = block_sparse(model.nsa, model.selector, model.dense_below)
+    return Settings(spec, dense, model.exact_groups, stored.get("score_channels"), bool(stored))
 
 
 # ------------------------------------------------------------ where the tokens are
@@ -294,19 +337,50 @@ class BatchLayout:
         return Positions(torch.argsort(~real, dim=1, stable=True), t, int(t.min()), int(t.max()))
 
 
+class LocalMask:
+    """The mask of layers with a sliding window or chunks, which stay as they are."""
+
+    ndim = 4  # as of BatchLayout
+
+    def __init__(self, mask: Tensor | None) -> None:
+        self.mask = mask
+
+    def contiguous(self) -> LocalMask:
+        return self
+
+
+_CAUSAL = {"causal_mask_function", "and_masks", "packed_sequence_mask_function"}
+
+
+def _parts(mask_function: Any) -> set[str]:
+    """Names of the functions that a mask function of transformers was made of."""
+    inside = [cell.cell_contents for cell in mask_function.__closure__ or ()]
+    functions = [f for value in inside for f in (value if isinstance(value, tuple) else (value,)) if callable(f)]
+    own = mask_function.__qualname__.partition(".")[0]
+    return {own}.union(*map(_parts, functions))
+
+
 @torch.compiler.disable  # reads values of the mask
 def layout_mask(
     *,
     batch_size: int,
     kv_length: int,
     config: PretrainedConfig,
-    attention_mask: Tensor | BatchLayout | None = None,
+    attention_mask: Tensor | BatchLayout | LocalMask | None = None,
+    mask_function: Callable[..., Any] = causal_mask_function,
     **options: Any,
-) -> BatchLayout:
+) -> BatchLayout | LocalMask:
     """transformers' AttentionMaskInterface. Its older versions give a `cache_position`."""
-    if isinstance(attention_mask, BatchLayout):
+    if isinstance(attention_mask, BatchLayout | LocalMask):
         return attention_mask
-    check_model(config)
+    if options.get("local_size") is not None:
+        return LocalMask(sdpa_mask(batch_size=batch_size, kv_length=kv_length, config=config,
+                                   attention_mask=attention_mask, mask_function=mask_function, **options))  # fmt: skip
+    check_config(config)
+    if unknown := _parts(mask_function) - _CAUSAL:
+        raise unsupported(
+            f"model_type={config.model_type!r} with a mask of its own ({', '.join(sorted(unknown))})", "use sdpa"
+        )
     at = options.get("cache_position")
     first, width = (options.get("q_offset", 0), options["q_length"]) if at is None else (at[0], len(at))
     tokens, real = int(first) + width, None
@@ -324,23 +398,37 @@ def layer_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: BatchLayout | Tensor | None,
+    attention_mask: BatchLayout | LocalMask | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' AttentionInterface. Returns the output [B, T, H, D], and no probabilities."""
-    _check_call(query, attention_mask, dropout, scaling, kwargs)
+    """transformers' AttentionInterface. Returns the output [B, T, H, D], and no probabilities.
+
+    block_indices  [B, G, T, n], padded with -1: what a model chose itself, of blocks of module.indexer.block_size
+    """
+    check_arguments(kwargs)
+    if isinstance(attention_mask, LocalMask) or (isinstance(attention_mask, Tensor) and _is_local(module, kwargs)):
+        mask = attention_mask.mask if isinstance(attention_mask, LocalMask) else attention_mask
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    if not isinstance(attention_mask, BatchLayout | Tensor):
+        raise unsupported(f"attention_mask {type(attention_mask).__name__}", "pass a mask [batch, tokens]")
+    if dropout:
+        raise unsupported(f"attention_dropout={dropout}", "load the model with attention_dropout=0.0")
+    if kwargs.get("output_attentions"):
+        raise unsupported("output_attentions=True", "attention probabilities are never materialised; use eager")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if scaling is not None and not math.isclose(factor := scaling * math.sqrt(q.shape[-1]), 1, rel_tol=1e-6):
+        q = q * factor
     if isinstance(attention_mask, Tensor):
-        check_model(module.config)  # type: ignore[arg-type]
+        check_config(module.config)  # type: ignore[arg-type]
         real = read_mask(attention_mask, q.shape[0], q.shape[1], k.shape[1])
         attention_mask = BatchLayout(
             read_settings(module.config), real, real.shape[1], k.shape[1], by_query=True  # type: ignore[arg-type]
         )  # fmt: skip
-    assert isinstance(attention_mask, BatchLayout)
     if k.shape[1] != attention_mask.room:
         raise UnsupportedError(
             f"attention_mask has {attention_mask.room} tokens, the input {k.shape[1]}: without a cache they must agree"
@@ -351,49 +439,64 @@ def layer_attention(
     if torch.is_autocast_enabled(q.device.type):
         # RoPE of bf16 projections returns float32; as in PyTorch's attention, autocast decides
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    spec, dense_layers, exact_groups = attention_mask.settings
-    if exact_groups:
-        spec = replace(spec, exact_groups=exact_groups[module.layer_idx])  # type: ignore[index]
-    if module.layer_idx in dense_layers:
-        spec = replace(spec, dense_below=sys.maxsize)
+    if block_indices is not None:
+        size: int = module.indexer.block_size  # type: ignore[assignment,union-attr]
+        return _read_chosen(q, k, v, block_indices, size, attention_mask, position_ids), None
+    spec, channels = attention_mask.settings.of_layer(module), attention_mask.settings.channels(module, q)
     if k.shape[1] > q.shape[1]:
-        return _continue(q, k, v, spec, attention_mask.positions(q, k.shape[1], position_ids)), None
+        return _continue(q, k, v, spec, channels, attention_mask.positions(q, k.shape[1], position_ids)), None
     documents = attention_mask.documents(q, position_ids, cu_seq_lens_q)
     if documents is None:
-        return _attend(q, k, v, spec), None
+        return _attend(q, k, v, spec, channels), None
     shape, rows = q.shape[:2], documents.rows
     q, k, v = (x.flatten(0, 1) if rows is None else move_rows(x.flatten(0, 1), rows) for x in (q, k, v))
-    out = _attend(q[None], k[None], v[None], spec, packing=documents.packing)[0]
+    out = _attend(q[None], k[None], v[None], spec, channels, packing=documents.packing)[0]
     if rows is not None:
         out = move_rows(out, RowMap(rows.inverse, rows.inverse_valid, rows.source, rows.valid))
     return out.unflatten(0, shape), None
 
 
-def _check_call(
-    query: Tensor, attention_mask: Any, dropout: float, scaling: float | None, kwargs: dict[str, Any]
-) -> None:
-    if not isinstance(attention_mask, BatchLayout | Tensor):
-        raise _unsupported(f"attention_mask {type(attention_mask).__name__}", "pass a mask [batch, tokens]")
-    if dropout:
-        raise _unsupported(f"attention_dropout={dropout}", "load the model with attention_dropout=0.0")
-    if kwargs.get("output_attentions"):
-        raise _unsupported("output_attentions=True", "attention probabilities are never materialised; use eager")
-    if scaling is not None and not math.isclose(scaling, query.shape[-1] ** -0.5, rel_tol=1e-6):
-        raise _unsupported(f"scaling={scaling}", f"it must be head_dim^-½ = {query.shape[-1] ** -0.5}")
-    for name, meaning in _UNSUPPORTED.items():
-        if kwargs.get(name) is not None:
-            raise _unsupported(f"{name} ({meaning})", "use eager or sdpa")
+def _is_local(layer: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    kinds, index = getattr(layer.config, "layer_types", None), getattr(layer, "layer_idx", None)
+    return arguments.get("sliding_window") is not None or bool(kinds and index is not None and kinds[index] in LOCAL)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **options: Any) -> Tensor:
-    return attend(AttentionInputs(q, k_selected=k, v_selected=v), spec, scorer=_scorer(q, k, spec), **options).out
+def _attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, channels: Tensor | None, **options: Any) -> Tensor:
+    scorer = None if "block_indices" in options else _scorer(q, k, spec, channels)
+    return attend(AttentionInputs(q, k_selected=k, v_selected=v), spec, scorer=scorer, **options).out.contiguous()
 
 
-def _scorer(q: Tensor, k: Tensor, spec: AttentionSpec) -> TokenScorer | None:
-    return own_scorer(q, k, slow_channels(q.shape[-1], q.device), spec) if spec.scorer == "own" else None
+def _scorer(q: Tensor, k: Tensor, spec: AttentionSpec, channels: Tensor | None) -> TokenScorer | None:
+    return own_scorer(q, k, channels, spec) if spec.scorer == "own" else None
 
 
-def _continue(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, positions: Positions | None) -> Tensor:
+def _read_chosen(
+    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, size: int, layout: BatchLayout, position_ids: Tensor | None
+) -> Tensor:
+    """Attention over the blocks that a model chose, which count columns, padding included."""
+    first, count = k.shape[1] - q.shape[1], chosen.shape[-1]
+    if first:
+        layout.positions(q, k.shape[1], position_ids)  # which checks them
+    elif (documents := layout.documents(q, position_ids, None)) is not None and documents.rows is None:
+        raise UnsupportedError("position_ids restart within a row, but the model's own blocks would reach across")
+    if layout.real is not None:
+        blocks = torch.arange(-(-k.shape[1] // size), device=q.device)
+        read = (chosen[..., None] == blocks).any(-2).repeat_interleave(size, -1)[..., : k.shape[1]]
+        column = torch.arange(k.shape[1], device=q.device)
+        causal = column <= torch.arange(first, k.shape[1], device=q.device)[:, None]
+        read = read & causal & layout.real.to(q.device)[:, None, None]
+        read = read | ~read.any(-1, keepdim=True)  # padding, whose output must be finite
+        return _sdpa(q, k, v, read.repeat_interleave(q.shape[2] // k.shape[2], 1))
+    spec = block_sparse(NSAConfig(size, size, size, count, select_initial=0, select_local=1))
+    none = torch.iinfo(chosen.dtype).max
+    ascending = chosen.masked_fill(chosen < 0, none).sort(-1).values
+    indices = ascending.masked_fill(ascending == none, -1).transpose(1, 2).int().contiguous()
+    return _attend(q, k, v, spec, None, block_indices=indices, span=Span(first) if first else WHOLE)
+
+
+def _continue(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, channels: Tensor | None, positions: Positions | None
+) -> Tensor:
     """New tokens after a cache. Means of keys are pooled again from all cached keys."""
     width, first, reads_all = q.shape[1], k.shape[1] - q.shape[1], spec.reads_all_below
     if positions is None:
@@ -403,14 +506,14 @@ def _continue(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, positions: P
             outs.append(_read_all(q[:, :split], k[:, : first + split], v[:, : first + split]))
         if split < width:
             later = replace(spec, dense_below=0)
-            outs.append(_attend(q[:, split:], k, v, later, span=Span(first + split)))
+            outs.append(_attend(q[:, split:], k, v, later, channels, span=Span(first + split)))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
     row = torch.arange(q.shape[0], device=q.device)[:, None]
     k, v = (x[row, positions.order] for x in (k, v))
     if positions.highest < reads_all:
         return _read_all(q, k, v, positions.t)
     keys = CachedKeys((k, v), (pool_keys(k, spec.blocks), None) if spec.pools else None)
-    out, _ = attend_tokens(q, None, keys, positions.t, k.shape[1], spec, _scorer(q, k, spec))
+    out, _ = attend_tokens(q, None, keys, positions.t, k.shape[1], spec, _scorer(q, k, spec, channels))
     if positions.lowest < reads_all:
         early = (positions.t < reads_all)[..., None, None]
         out = torch.where(early, _read_all(q, k, v, positions.t), out)
