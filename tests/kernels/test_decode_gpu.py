@@ -224,7 +224,10 @@ def test_launches_that_overlap_write_the_same_bits(options, monkeypatch) -> None
 @pytest.fixture(scope="module", params=["nsa", "learned", "own", "dense", "window,nsa"])
 def model(request) -> Transformer:
     torch.manual_seed(0)
-    scorers = {"learned": {"attention": "nsa", **LEARNED}, "own": {"attention": "block-sparse", "selector": "own"}}
+    scorers = {
+        "learned": {"attention": "nsa", **LEARNED},
+        "own": {"attention": "nsa", "gate": "none", "selector": "own"},
+    }
     kinds = scorers.get(request.param, {"attention": request.param})
     config = load(preset="tiny").config.model.model_copy(update=kinds)
     model = Transformer(config).to("cuda").eval()
