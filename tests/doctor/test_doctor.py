@@ -129,6 +129,20 @@ def test_kernels_are_compared_with_the_reference(packed, gate, monkeypatch):
     assert 0 < backward < kernels.TOLERANCE["bfloat16"]
 
 
+def test_blocks_are_chosen_as_the_model_chooses_them(monkeypatch):
+    from tercet.attention import operator
+
+    real, scorers = operator.block_sparse_attention, []
+    monkeypatch.setattr(
+        operator,
+        "block_sparse_attention",
+        lambda *tensors, **named: scorers.append(named.get("scorer")) or real(*tensors, **named),
+    )
+    model = small(model__gate="none", model__selector="own").model
+    kernels.compare(model, torch.float32, device="cpu", length=64, backend="reference")
+    assert scorers == ["own"] * 3
+
+
 def test_packed_documents_are_compared_with_max_seqlen_as_in_training(monkeypatch):
     from tercet.attention import operator
 

@@ -92,6 +92,7 @@ def compare(
 
     from tercet.attention.dispatch import why_not_triton
     from tercet.attention.operator import block_sparse_attention, nsa_attention
+    from tercet.attention.selector import slow_channels
 
     cfg: NSAConfig = model.nsa
     T = length or check_length(cfg, "float32", packed=packed)
@@ -104,6 +105,9 @@ def compare(
 
     gated = model.spec("nsa").gate is not None
     operator: Callable[..., Any] = nsa_attention if gated else block_sparse_attention
+    scored = {}
+    if not gated and model.selector == "own":
+        scored = {"scorer": "own", "score_channels": slow_channels(dk, torch.device(device))}
     lengths = {"compressed": cfg.num_compressed(T), "selected": T, "window": T} if gated else {"selected": T}
     inputs, names = [tensor(1, T, heads, dk)], ["q"]
     for branch, tokens in lengths.items():
@@ -124,7 +128,7 @@ def compare(
         longest = T - first - T // 4  # as in a packed training step
 
     def run(tensors: list[Any], backend: str, blocks: Any = None) -> tuple[Any, list[Any], Any]:
-        options = {"backend": backend, "return_aux": True, "block_indices": blocks}
+        options = {"backend": backend, "return_aux": True, "block_indices": blocks, **scored}
         out, aux = operator(*tensors, config=cfg, cu_seqlens=bounds, max_seqlen=longest, **options)
         return out, list(torch.autograd.grad((out.float() * weight).sum(), tensors)), aux.block_indices
 
