@@ -135,7 +135,7 @@ def test_layer_statistics_of_a_long_run_are_thinned_but_keep_extremes_and_findin
     monkeypatch.setattr(read, "BINS", 5)
     collapse = {100: 0.3, 333: 0.999, 334: 0.99, 335: 0.99, 336: 0.99, 337: 0.99, 600: float("nan")}
     events = [started(0), *(layers(step, collapse.get(step, 0.0)) for step in range(1, 1001))]
-    log = RankLog(write_log(tmp_path, 0, events), 0, None, [])
+    log = RankLog(write_log(tmp_path, 0, events), 0, None)
     kept = [e.step for e in log.events if isinstance(e, LayersObserved)]
     assert {1, 100, 333, 600, 1000} <= set(kept)
     assert kept == sorted(kept)
@@ -151,12 +151,25 @@ def test_intervals_of_other_ranks_are_checked_without_keeping_them(
     waits = {40: 0.9, 41: 0.9, 42: 0.9}
     steps = [logged(s, s, data_seconds=waits.get(s, 0.0), memory_gib=s / 10) for s in range(1, 101)]
     steps[49] = logged(50, 50, lambda _: float("nan"))
-    problems: list[str] = []
-    log = RankLog(write_log(tmp_path, 1, [started(0), *steps]), 1, None, problems)
+    log = RankLog(write_log(tmp_path, 1, [started(0), *steps]), 1, None)
     assert log.steps.tolist() == list(range(1, 101))
     assert log.memory_gib == 10.0
     assert [f.rule for f in log.findings] == ["data_starvation"]
-    assert (len(decoded), problems) == (5, [])  # the start, and the intervals that waited
+    assert (len(decoded), log.problems) == (5, [])  # the start, and the intervals that waited
+
+
+def test_large_logs_are_read_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Event] = [started(0, world_size=3), *(logged(s, s, memory_gib=s / 10) for s in range(1, 20))]
+    for rank in range(3):
+        write_log(tmp_path, rank, events[: 20 - rank])
+    (tmp_path / "config.toml").touch()
+    one = read.read_run(tmp_path)
+    monkeypatch.setattr(read, "LARGE_LOGS", 0)
+    many = read.read_run(tmp_path)
+    assert (many.events, many.findings, many.problems) == (one.events, one.findings, one.problems)
+    assert [(log.count, list(log.steps), log.memory_gib) for log in many.logs.values()] == [
+        (20 - rank, list(range(1, 20 - rank)) if rank else [], (19 - rank) / 10 if rank else 0.0) for rank in range(3)
+    ]
 
 
 def test_a_page_of_a_long_run_is_small_and_shows_its_extremes() -> None:

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from tercet.report.read import Run, baseline_mismatch, loss_mismatch
@@ -21,6 +22,8 @@ from tercet.telemetry.units import duration, plural, quantity
 MAX_NOTABLE_EVENTS = 200
 # Run state without an end event -> text
 _STATES = {"running": "still running", "silent": "alive, no heartbeat", "gone": "died"}
+# What a long run has most of, and nobody needs to read.
+_MEASUREMENTS = (events.StepLogged, events.ResourcesObserved, events.LayersObserved)
 
 
 @dataclass(frozen=True)
@@ -101,13 +104,9 @@ def _relative_figures(run: Run, baseline: Run) -> list[KeyFigure]:
 
 def _active_seconds(run: Run) -> float:
     """Total time from each process's start to its last event."""
-    total, begun, last = 0.0, None, 0.0
-    for event in run.events.get(0, []):
-        if isinstance(event, events.RunStarted):
-            total += last - begun if begun is not None else 0.0
-            begun = event.time
-        last = event.time
-    return total + (last - begun if begun is not None else 0.0)
+    stream = run.events.get(0, [])
+    begins = [i for i, event in enumerate(stream) if isinstance(event, events.RunStarted)]
+    return sum(stream[after - 1].time - stream[begin].time for begin, after in pairwise([*begins, len(stream)]))
 
 
 def subtitle(run: Run) -> str:
@@ -155,7 +154,9 @@ def format_ranges(numbers: Iterable[int]) -> str:
 
 
 def notable_events(run: Run, findings: Iterable[HealthFired]) -> list[dict[str, Any]]:
-    rows = [(e, *told) for rank in sorted(run.events) for e in run.events[rank] if (told := describe(e))]
+    """Every event that `describe` knows, and what the health rules find with their default thresholds."""
+    notable = (e for rank in sorted(run.events) for e in run.events[rank] if type(e) not in _MEASUREMENTS)
+    rows = [(e, *described) for e in notable if (described := describe(e))]
     fired = {(e.rule, e.step, e.rank) for e, *_ in rows if isinstance(e, HealthFired)}
     # The run's own thresholds may have been wider than the defaults that the report applies.
     rows += [
@@ -176,8 +177,6 @@ def notable_events(run: Run, findings: Iterable[HealthFired]) -> list[dict[str, 
 def describe(event: Event) -> tuple[str, str, str] | None:
     """(CSS class, kind, text) of a notable event; None for all others."""
     match event:
-        case events.StepLogged() | events.ResourcesObserved() | events.LayersObserved():
-            return None  # what a long run has most of, and nobody needs to read
         case HealthFired():
             return ("no" if event.action == "halt" else "nt"), event.rule, event.sentence
         case events.Stalled(over=True):

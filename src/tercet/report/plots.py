@@ -12,6 +12,7 @@ import statistics
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 from tercet.errors import TercetError
@@ -195,9 +196,9 @@ def series(steps: Sequence[int], values: Sequence[float], limit: int = POINTS) -
 
 def step_series(run: Run, name: str) -> list[Row]:
     """A list of per-step values of the log."""
-    values = array("d", (v for e in run.steps for v in getattr(e, name)))
-    steps = array("q", (s for e in run.steps for s in range(e.first_step, e.first_step + len(getattr(e, name)))))
-    return series(steps, values)
+    lists = [(e.first_step, getattr(e, name)) for e in run.steps]
+    steps = array("q", chain.from_iterable(range(first, first + len(values)) for first, values in lists))
+    return series(steps, array("d", chain.from_iterable(values for _, values in lists)))
 
 
 def logged_series(logged: Sequence[Any], name: str) -> list[Row]:

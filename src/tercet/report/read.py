@@ -14,10 +14,12 @@ import re
 import statistics
 import time
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,12 +42,14 @@ from tercet.telemetry.events import (
     Validated,
     decode,
 )
+from tercet.telemetry.hardware import usable_cores
 from tercet.telemetry.health import RULE_LIMITS, HealthMonitor, health_findings
 from tercet.telemetry.sinks import route_totals
 from tercet.telemetry.units import plural
 
 E = TypeVar("E", bound=Event)
 
+LARGE_LOGS = 2**28  # bytes
 BINS = 150  # of the layer statistics of a long run
 LAYER_SERIES = (
     "gate_share_compressed", "gate_share_selected", "gate_share_window", "gate_entropy", "gate_collapse",
@@ -86,9 +90,17 @@ class Run:
     state: str  # ended, running, silent (alive, but its heartbeat is stale) or gone
     read_at: float = field(default_factory=time.time)
 
+    @cached_property
+    def _by_kind(self) -> dict[tuple[int, type[Event]], list[Any]]:
+        kinds: dict[tuple[int, type[Event]], list[Any]] = defaultdict(list)
+        for rank, stream in self.events.items():
+            for event in stream:
+                kinds[rank, type(event)].append(event)
+        return kinds
+
     def of(self, kind: type[E], rank: int = 0) -> list[E]:
         """Events of one type that a rank wrote, in order."""
-        return [e for e in self.events.get(rank, []) if isinstance(e, kind)]
+        return self._by_kind.get((rank, kind), [])
 
     @cached_property
     def findings(self) -> list[HealthFired]:
@@ -227,7 +239,7 @@ def read_run(folder: Path | str) -> Run:
     collects = gc.isenabled()
     gc.disable()  # it would walk all events again and again; none are in cycles
     try:
-        logs = {rank: RankLog(path, rank, init_from, problems) for rank, path in rank_files(folder, "events").items()}
+        logs = _read_logs(folder, init_from)
     finally:
         if collects:
             gc.enable()
@@ -239,7 +251,7 @@ def read_run(folder: Path | str) -> Run:
         folder=folder,
         events={rank: log.events for rank, log in logs.items()},
         logs=logs,
-        problems=tuple(problems),
+        problems=tuple(problems + [problem for log in logs.values() for problem in log.problems]),
         config=config,
         origins={k: str(v) for k, v in _json(folder / "origins.json").items()},
         environment=_json(folder / "env.json"),
@@ -252,6 +264,16 @@ def read_run(folder: Path | str) -> Run:
     return dataclasses.replace(run, state=_state(run))
 
 
+def _read_logs(folder: Path, init_from: str | None) -> dict[int, RankLog]:
+    """The logs of all ranks. Processes of their own read large ones, except that of rank 0, which keeps most events."""
+    paths = rank_files(folder, "events")
+    if sum(path.stat().st_size for path in paths.values()) < LARGE_LOGS:
+        return {rank: RankLog(path, rank, init_from) for rank, path in paths.items()}
+    with ProcessPoolExecutor(usable_cores(), mp_context=get_context("fork")) as pool:
+        others = {rank: pool.submit(RankLog, path, rank, init_from) for rank, path in paths.items() if rank}
+        return {rank: others[rank].result() if rank else RankLog(path, 0, init_from) for rank, path in paths.items()}
+
+
 class RankLog:
     """The events of one rank, read from its file in bounded memory.
 
@@ -260,32 +282,31 @@ class RankLog:
     only `steps` and `memory_gib`. The health rules see every event.
     """
 
-    def __init__(self, path: Path, rank: int, init_from: str | None, problems: list[str]) -> None:
+    def __init__(self, path: Path, rank: int, init_from: str | None) -> None:
         self.events: list[Event] = []
         self.findings: list[HealthFired] = []
+        self.problems: list[str] = []
         self.count = 0
         self.steps, self.memory_gib = array("q"), 0.0
         self._rank, self._monitor = rank, HealthMonitor(init_from=init_from)
-        self._routes = b""
         self._bin: list[Any] = []
         self._unreadable: list[int] = []
         self._unknown = 0
-        starving, limit = False, RULE_LIMITS.data_wait_share
+        routes, starving, limit = b"", False, RULE_LIMITS.data_wait_share
+        skipped = _SAME_ON_ALL_RANKS if rank else ()
         with path.open("rb") as stream:
-            self._bin_size = 1
-            if not rank:
-                self._bin_size = max(1, sum(line.startswith(_LAYERS) for line in stream) // BINS)
-                stream.seek(0)
+            self._bin_size = 1 if rank else max(1, sum(line.startswith(_LAYERS) for line in stream) // BINS)
+            stream.seek(0)
             for line in stream:  # ends at \n only: text samples have other line ends
                 if not line.endswith(b"\n"):
-                    problems.append(f"{path.name}: the last line is cut off")
+                    self.problems.append(f"{path.name}: the last line is cut off")
                     break
                 self.count += 1
-                if line.startswith(ROUTES) and b"true" not in line:  # no fallback
-                    self._routes = line
-                elif rank and line.startswith(_SAME_ON_ALL_RANKS):
+                if line.startswith(skipped):
                     continue
-                elif rank and not starving and line.endswith(b"}\n") and (match := _STEP.match(line)):
+                if line.startswith(ROUTES) and b"true" not in line:  # no fallback
+                    routes = line
+                elif rank and not starving and (match := _STEP.match(line)) and line.endswith(b"}\n"):
                     step, *numbers = match.groups()
                     seconds, waiting, memory = (float(n.strip(b'"')) for n in numbers)
                     starving = waiting > limit * seconds
@@ -295,30 +316,33 @@ class RankLog:
                         self._add(int(step), memory)
                 else:
                     starving = False
-                    if not line.startswith(MEASUREMENTS):
-                        self._flush()
+                    if not line.startswith(MEASUREMENTS):  # pending events come before one of another kind
+                        self._keep_extremes()
+                        routes = self._decode(routes)
                     self._decode(line)
-        self._flush()
+        self._keep_extremes()
+        self._decode(routes)
         if self._unreadable:
             where = ", ".join(map(str, self._unreadable[:5])) + (" …" if len(self._unreadable) > 5 else "")
             count = plural(len(self._unreadable), "unreadable line")
-            problems.append(f"{path.name}: {count} (line {where})")
+            self.problems.append(f"{path.name}: {count} (line {where})")
         if self._unknown:
-            problems.append(f"{path.name}: {self._unknown} events of a kind unknown to this version")
+            self.problems.append(f"{path.name}: {self._unknown} events of a kind unknown to this version")
 
     def _add(self, step: int, memory_gib: float) -> None:
         self.steps.append(step)
         self.memory_gib = max(self.memory_gib, memory_gib)
 
-    def _decode(self, line: bytes) -> None:
+    def _decode(self, line: bytes) -> bytes:
+        """Keep the event of a line, if there is one; returns an empty line."""
         try:
-            event = decode(line)
+            event = decode(line) if line else None
         except ValueError:
             self._unreadable.append(self.count)
-            return
+            return b""
         if event is None:
-            self._unknown += 1
-            return
+            self._unknown += bool(line)
+            return b""
         # Losses, gradients and speed are the same on every rank: their findings count once, from rank 0.
         self.findings += [f for f in self._monitor.observe(event) if not self._rank or f.rule not in _SHARED_RULES]
         if isinstance(event, LayersObserved) and self._bin_size > 1:
@@ -329,13 +353,7 @@ class RankLog:
             self._add(event.step, event.memory_gib)
         else:
             self.events.append(event)
-
-    def _flush(self) -> None:
-        """Keep the pending events before one of another kind."""
-        self._keep_extremes()
-        line, self._routes = self._routes, b""
-        if line:
-            self._decode(line)
+        return b""
 
     def _keep_extremes(self) -> None:
         if not self._bin:

@@ -295,11 +295,13 @@ def decode(line: str | bytes) -> Event | None:
     if cls is None:
         return None
     values = {}
-    for name, types, is_list in _declared(cls.kind):
+    for name, types, any_size, is_list in _declared(cls.kind):
         if name in record:
             value = record[name]
-            given = set(map(type, value)) if is_list and type(value) is list else {type(value)}
-            fine = is_list == (type(value) is list) and types >= given and int not in given  # only the size is left
+            if is_list:
+                fine = type(value) is list and any_size.issuperset(map(type, value))
+            else:
+                fine = type(value) in any_size or (type(value) is int and int in types and abs(value) < _LARGEST)
             values[name] = value if fine else _checked(value, types, is_list)
     try:
         event = cls(**values)
@@ -310,19 +312,20 @@ def decode(line: str | bytes) -> Event | None:
     return event
 
 
+_LARGEST = 2**63
 _TYPES: dict[str, set[type]] = {
     "int": {int}, "float": {float, int}, "str": {str}, "bool": {bool}, "None": {type(None)},
 }  # fmt: skip
 
 
 @cache
-def _declared(kind: str) -> list[tuple[str, set[type], bool]]:
-    """(name, types of the value or of its items, whether it is a list) of every field."""
+def _declared(kind: str) -> list[tuple[str, set[type], set[type], bool]]:
+    """(name, types of the value or of its items, those of any size, whether it is a list) of every field."""
     fields = []
     for f in dataclasses.fields(KINDS[kind]):
         item = str(f.type).removeprefix("list[").removesuffix("]")
         types: set[type] = {list} if item.startswith("list") else set().union(*(_TYPES[t] for t in item.split(" | ")))
-        fields.append((f.name, types, str(f.type).startswith("list")))
+        fields.append((f.name, types, types - {int}, str(f.type).startswith("list")))
     return fields
 
 
@@ -332,7 +335,7 @@ def _checked(value: Any, types: set[type], is_list: bool) -> Any:
         return [_checked(v, types, False) for v in value]
     if float in types and type(value) is str:
         return float(value)
-    if is_list or type(value) not in types or (type(value) is int and abs(value) >= 2**63):
+    if is_list or type(value) not in types or (type(value) is int and abs(value) >= _LARGEST):
         raise ValueError("a value has the wrong type")
     return value
 

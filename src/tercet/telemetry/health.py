@@ -179,7 +179,7 @@ class HealthMonitor:
 
     def _gate_is_bad(self, key: object, share: float, closed: bool) -> bool:
         """Whether a gate has closed. One that an import closed counts only after it has opened once."""
-        if not closed:
+        if self._imported and not closed:
             self._opened.add(key)
         return closed and (not self._imported or key in self._opened or math.isnan(share))
 
@@ -198,7 +198,8 @@ class HealthMonitor:
     def _persists(self, rule: str, key: object, bad: bool, patience: int = 1) -> bool:
         """Whether this is the reading after which `bad` has been true exactly `patience` times in a row."""
         if not bad:
-            self._bad.pop((rule, key), None)
+            if self._bad:
+                self._bad.pop((rule, key), None)
             return False
         count = self._bad[rule, key] = self._bad.get((rule, key), 0) + 1
         return count == patience
