@@ -19,9 +19,8 @@ from tercet.data.tokenizers import load_tokenizer
 from tercet.errors import TercetError
 from tercet.interop.huggingface import folder
 from tercet.parallel.launch import Launch
-from tercet.report.read import last_heartbeat
 from tercet.report.watch import watch_run
-from tercet.telemetry.event_log import read_events
+from tercet.telemetry.event_log import last_heartbeat, read_events
 from tercet.telemetry.events import Noted, RunStarted, encode
 from tercet.train import manifest
 from tercet.train.trainer import train

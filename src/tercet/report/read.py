@@ -5,7 +5,6 @@ Bad lines and missing files never raise: they are collected in `Run.problems`. O
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fcntl
 import gc
@@ -28,7 +27,7 @@ from tercet.config.schema import RunConfig
 from tercet.errors import UsageError
 from tercet.model.config import NSA_ONLY, is_all_dense, layer_kinds
 from tercet.parse import parse_json, parse_toml
-from tercet.telemetry.event_log import rank_files, tail
+from tercet.telemetry.event_log import last_heartbeat, rank_files
 from tercet.telemetry.events import (
     Event,
     HealthFired,
@@ -388,16 +387,6 @@ def _dtypes(path: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
-
-
-def last_heartbeat(path: Path) -> dict[str, Any]:
-    """The last readable heartbeat of a rank; empty if there is none."""
-    for line in reversed(tail(path)):
-        with contextlib.suppress(ValueError):
-            beat = parse_json(line)
-            if isinstance(beat, dict) and isinstance(at := beat.get("time"), int | float) and abs(at) < 2**63:
-                return beat
-    return {}
 
 
 def _state(run: Run) -> str:

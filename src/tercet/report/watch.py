@@ -19,9 +19,9 @@ from rich.text import Text
 from tercet.errors import UsageError
 from tercet.report.facts import describe
 from tercet.report.plots import PHASES
-from tercet.report.read import MEASUREMENTS, ROUTES, last_heartbeat, read_config, read_run, stale_after
+from tercet.report.read import MEASUREMENTS, ROUTES, read_config, read_run, stale_after
 from tercet.telemetry import events
-from tercet.telemetry.event_log import rank_files
+from tercet.telemetry.event_log import last_heartbeat, rank_files
 from tercet.telemetry.events import Event, decode
 from tercet.telemetry.progress import steps_left
 from tercet.telemetry.units import duration, gradient_norm, quantity
@@ -40,44 +40,40 @@ class Follower:
 
     def reset(self) -> None:
         self._offset = 0
-        self.last: dict[type[Event], Event] = {}
+        self.last: dict[type[Event], Any] = {}
         self.losses: deque[float] = deque(maxlen=2000)
         self.speeds: deque[float] = deque(maxlen=400)
         self.problems: deque[Event] = deque(maxlen=6)
         self.ended = False
 
     def poll(self) -> None:
-        """Read new events."""
-        with contextlib.suppress(OSError):
-            size = self.path.stat().st_size
-            if size < self._offset:
+        """Read new events. Of those that a long run has many of, only the last ones count."""
+        with contextlib.suppress(OSError), self.path.open("rb") as stream:
+            if self.path.stat().st_size < self._offset:
                 self.reset()  # the file was rewritten: the run resumed from an earlier step
-            latest: dict[bytes, deque[bytes]] = {}  # lines that a long run has many of: only the last ones count
-            with self.path.open("rb") as stream:
-                stream.seek(self._offset)
-                for line in stream:
-                    if not line.endswith(b"\n"):
-                        break
-                    self._offset += len(line)
-                    kind = line[: line.find(b",")]
-                    if line.startswith(MEASUREMENTS):
-                        latest.setdefault(kind, deque(maxlen=2000)).append(line)
-                    elif not line.startswith(ROUTES):
-                        self._read(line)
+            stream.seek(self._offset)
+            latest: dict[bytes, deque[bytes]] = {}
+            for line in stream:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                if line.startswith(MEASUREMENTS):
+                    latest.setdefault(line[: line.find(b",")], deque(maxlen=2000)).append(line)
+                elif not line.startswith(ROUTES):
+                    self._handle(line)
             for line in itertools.chain(*latest.values()):
-                self._read(line)
+                self._handle(line)
 
-    def _read(self, line: bytes) -> None:
-        with contextlib.suppress(ValueError):
-            if (event := decode(line)) is not None:
-                self._handle(event)
-
-    def _handle(self, event: Event) -> None:
+    def _handle(self, line: bytes) -> None:
+        try:
+            event = decode(line)
+        except ValueError:
+            return
+        if event is None:
+            return
         self.last[type(event)] = event
-        if isinstance(event, events.RunStarted):
-            self.ended = False
-        elif isinstance(event, events.RunEnded):
-            self.ended = True
+        if isinstance(event, events.RunStarted | events.RunEnded):
+            self.ended = isinstance(event, events.RunEnded)
         elif isinstance(event, events.StepLogged):
             self.losses.extend(v for v in event.losses if abs(v) < 1e100)
             self.speeds.append(_finite(event.tokens_per_s))
@@ -104,14 +100,14 @@ class View:
 
     @property
     def ended(self) -> bool:
-        started: Any = self.ranks[0].last.get(events.RunStarted) if 0 in self.ranks else None
+        started = self.ranks[0].last.get(events.RunStarted) if 0 in self.ranks else None
         ranks = started.world_size if started else len(self.ranks)  # a resumed run may have fewer than before
         return bool(self.ranks) and all(f.ended for rank, f in self.ranks.items() if rank < ranks)
 
     def draw(self) -> RenderableType:
         """Render one frame."""
         first = self.ranks[min(self.ranks)]
-        parts: list[RenderableType] = [self._title(first), self._figures(first)]
+        parts: list[RenderableType] = [self._title(first), _figures(first)]
         if layers := first.last.get(events.LayersObserved):
             parts.append(_gates(layers))
         parts.append(self._ranks())
@@ -122,14 +118,14 @@ class View:
         return Group(*parts)
 
     def _title(self, first: Follower) -> RenderableType:
-        started: Any = first.last.get(events.RunStarted)
-        ended: Any = first.last.get(events.RunEnded)
-        step: Any = first.last.get(events.StepLogged)
+        started, ended, step, stage = (
+            first.last.get(kind)
+            for kind in (events.RunStarted, events.RunEnded, events.StepLogged, events.StageStarted)
+        )
         done, steps = (step.step if step else 0), (started.steps if started else 0)
-        grid = Table.grid(padding=(0, 2))
         state = ended.outcome if first.ended and ended else "running"
-        stage: Any = first.last.get(events.StageStarted)
         left = "" if first.ended or not step else f"eta {duration(steps_left(steps, done, stage) * step.step_seconds)}"
+        grid = Table.grid(padding=(0, 2))
         grid.add_row(
             Text(printable(started.name if started else self.folder.name), style="bold"),
             ProgressBar(total=max(1, steps), completed=done, width=30),
@@ -139,41 +135,16 @@ class View:
         )
         return grid
 
-    def _figures(self, first: Follower) -> RenderableType:
-        step: Any = first.last.get(events.StepLogged)
-        if step is None:
-            return Text("no step logged yet: the first one may be compiling", style="dim")
-        resources: Any = first.last.get(events.ResourcesObserved)
-        validation: Any = first.last.get(events.Validated)
-        saved: Any = first.last.get(events.CheckpointSaved)
-        grid = Table.grid(padding=(0, 2))
-        grid.add_row("loss", f"{step.loss:.4f}", sparkline(list(first.losses)))
-        grid.add_row("tokens/s", quantity(step.tokens_per_s), sparkline(list(first.speeds)))
-        if resources:
-            grid.add_row("step", f"{1e3 * step.step_seconds:.1f} ms", _phases(resources))
-            memory = (
-                f"allocated {resources.allocated_gib:.2f}, reserved {resources.reserved_gib:.2f}, "
-                f"host {resources.host_gib:.2f} GiB"
-            )
-            grid.add_row("memory", f"{step.memory_gib:.2f} GiB", Text(memory, style="dim"))
-        mfu = "" if step.mfu is None else f"  mfu {100 * step.mfu:.1f}%"
-        rest = f"lr {step.lr:.2e}{mfu}  tokens {quantity(step.tokens)}  skipped {step.skipped}"
-        grid.add_row("gradient", gradient_norm(step.grad_norm), Text(rest, style="dim"))
-        if validation:
-            grid.add_row("validation", f"{validation.loss:.4f}", Text(f"after step {validation.step}", style="dim"))
-        if saved:
-            grid.add_row("saved", f"step {saved.step}", Text(f"{saved.bytes / 2**20:.1f} MiB", style="dim"))
-        return Panel(grid, border_style="dim")
-
     def _ranks(self) -> RenderableType:
-        table = Table(box=None, padding=(0, 2), header_style="dim")
-        for name in ("rank", "step", "doing", "for", "heartbeat", "logged"):
-            table.add_column(name)
+        table = Table(
+            "rank", "step", "doing", "for", "heartbeat", "logged", box=None, padding=(0, 2), header_style="dim"
+        )
         for rank, follower in sorted(self.ranks.items()):
             beat = last_heartbeat(self.folder / f"heartbeat_rank{rank}.jsonl")
-            step: Any = follower.last.get(events.StepLogged)
+            step = follower.last.get(events.StepLogged)
+            logged = str(step.step if step else 0)
             if not beat:
-                table.add_row(str(rank), "?", "no heartbeat", "", "", str(step.step if step else 0))
+                table.add_row(str(rank), "?", "no heartbeat", "", "", logged)
                 continue
             age = time.time() - beat["time"]
             stale = age > self.stale_after and not follower.ended
@@ -182,12 +153,32 @@ class View:
                 Text(printable(str(beat.get("step")))),
                 Text(printable(str(beat.get("doing")))),
                 duration(_finite(beat.get("for_seconds")) + (0 if follower.ended else age)),
-                Text(
-                    f"{duration(age)} ago" + (" (frozen or dead)" if stale else ""), style="bold red" if stale else ""
-                ),
-                str(step.step if step else 0),
+                Text(f"{duration(age)} ago{' (frozen or dead)' * stale}", style="bold red" if stale else ""),
+                logged,
             )
         return table
+
+
+def _figures(follower: Follower) -> RenderableType:
+    last = follower.last
+    step = last.get(events.StepLogged)
+    if step is None:
+        return Text("no step logged yet: the first one may be compiling", style="dim")
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row("loss", f"{step.loss:.4f}", sparkline(list(follower.losses)))
+    grid.add_row("tokens/s", quantity(step.tokens_per_s), sparkline(list(follower.speeds)))
+    if used := last.get(events.ResourcesObserved):
+        grid.add_row("step", f"{1e3 * step.step_seconds:.1f} ms", _phases(used))
+        parts = f"allocated {used.allocated_gib:.2f}, reserved {used.reserved_gib:.2f}, host {used.host_gib:.2f} GiB"
+        grid.add_row("memory", f"{step.memory_gib:.2f} GiB", Text(parts, style="dim"))
+    mfu = "" if step.mfu is None else f"  mfu {100 * step.mfu:.1f}%"
+    rest = f"lr {step.lr:.2e}{mfu}  tokens {quantity(step.tokens)}  skipped {step.skipped}"
+    grid.add_row("gradient", gradient_norm(step.grad_norm), Text(rest, style="dim"))
+    if validation := last.get(events.Validated):
+        grid.add_row("validation", f"{validation.loss:.4f}", Text(f"after step {validation.step}", style="dim"))
+    if saved := last.get(events.CheckpointSaved):
+        grid.add_row("saved", f"step {saved.step}", Text(f"{saved.bytes / 2**20:.1f} MiB", style="dim"))
+    return Panel(grid, border_style="dim")
 
 
 def _finite(value: Any) -> float:

@@ -16,8 +16,10 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tercet.errors import UsageError
+from tercet.parse import parse_json
 from tercet.telemetry.events import KINDS, Event, Noted, decode, encode, parse_record
 
 
@@ -37,6 +39,16 @@ def tail(path: Path, size: int = 65536) -> list[str]:
         stream.seek(max(0, path.stat().st_size - size))
         return stream.read().decode("utf-8", "replace").splitlines()
     return []
+
+
+def last_heartbeat(path: Path) -> dict[str, Any]:
+    """The last readable heartbeat of a rank; empty if there is none."""
+    for line in reversed(tail(path)):
+        with contextlib.suppress(ValueError):
+            beat = parse_json(line)
+            if isinstance(beat, dict) and isinstance(at := beat.get("time"), int | float) and abs(at) < 2**63:
+                return beat
+    return {}
 
 
 def is_disk_full(error: OSError) -> bool:

@@ -9,7 +9,7 @@ import bisect
 import math
 import statistics
 from collections import deque
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from tercet.attention.config import BRANCHES
@@ -54,6 +54,31 @@ class RuleLimits:
 
 RULE_LIMITS = RuleLimits()
 
+# The rules on every layer: (rule, column of events.LayersObserved, its limit, when it is bad, sentence). NaN is bad in
+# a gate.
+_LAYER_RULES: tuple[tuple[str, str, str, Callable[[float, float], bool], str], ...] = (
+    (
+        "gate_collapse", "gate_collapse", "gate_collapse_share", lambda share, limit: not share < limit,
+        "layer {layer}: one gate has over 95% of the weight for {percent:.0f}% of (token, head) pairs",
+    ),
+    *(
+        (
+            "dead_branch", f"gate_share_{branch}", "dead_branch_share", lambda share, limit: not share >= limit,
+            f"layer {{layer}}: the {branch} branch gets {{percent:.2f}}% of the gate weight",
+        )
+        for branch in BRANCHES
+    ),
+    (
+        "selection_stuck", "selected_forced", "selection_forced_share", lambda share, limit: share >= limit,
+        "layer {layer}: {percent:.1f}% of the selected blocks are forced ones",
+    ),
+    (
+        "selection_stuck", "selected_overlap", "selection_overlap", lambda share, limit: share >= limit,
+        "layer {layer}: {percent:.2f}% of the freely selected blocks are the same for consecutive tokens",
+    ),
+)  # fmt: skip
+_OF_GATES = ("gate_collapse", "dead_branch")
+
 
 class HealthMonitor:
     """Applies the rules to one rank's events. A rule fires once per problem, and again only after it has cleared."""
@@ -90,8 +115,7 @@ class HealthMonitor:
             sentence = f"loss or gradients were not finite in step {steps} ({event.total} so far)"
             yield self._finding(event, "nonfinite", sentence, len(event.steps), 0)
         elif isinstance(event, events.LayersObserved):
-            yield from self._gates(event)
-            yield from self._selection(event)
+            yield from self._layers(event)
         elif isinstance(event, events.RoutesCounted):
             for (layer, branch, route, reason, fallback), calls in event.by_route().items():
                 if fallback and self._persists("fallback", (layer, branch, reason), True):
@@ -162,38 +186,24 @@ class HealthMonitor:
             sentence = f"steps up to {event.step} spent {100 * share:.0f}% of their time waiting for data"
             yield self._finding(event, "data_starvation", sentence, share, limit)
 
-    def _gates(self, event: events.LayersObserved) -> Iterator[HealthFired]:
-        c = self._limits
-        for i, share in _measured(event.gate_collapse):
-            bad = self._gate_is_bad(i, share, not share < c.gate_collapse_share)  # NaN is bad too
-            if self._persists("gate_collapse", i, bad, c.patience):
-                pairs = f"{100 * share:.0f}% of (token, head) pairs"
-                sentence = f"layer {i}: one gate has over 95% of the weight for {pairs}"
-                yield self._finding(event, "gate_collapse", sentence, share, c.gate_collapse_share, layer=i)
-        for branch in BRANCHES:
-            for i, share in _measured(getattr(event, f"gate_share_{branch}")):
-                bad = self._gate_is_bad((i, branch), share, not share >= c.dead_branch_share)
-                if self._persists("dead_branch", (i, branch), bad, c.patience):
-                    sentence = f"layer {i}: the {branch} branch gets {100 * share:.2f}% of the gate weight"
-                    yield self._finding(event, "dead_branch", sentence, share, c.dead_branch_share, layer=i)
+    def _layers(self, event: events.LayersObserved) -> Iterator[HealthFired]:
+        for rule, column, limit, is_bad, sentence in _LAYER_RULES:
+            threshold = getattr(self._limits, limit)
+            for layer, share in enumerate(getattr(event, column)):
+                if share is None:
+                    continue
+                bad = is_bad(share, threshold)
+                if rule in _OF_GATES:
+                    bad = self._gate_is_bad((layer, column), share, bad)
+                if self._persists(rule, (layer, column), bad, self._limits.patience):
+                    text = sentence.format(layer=layer, percent=100 * share)
+                    yield self._finding(event, rule, text, share, threshold, layer)
 
     def _gate_is_bad(self, key: object, share: float, closed: bool) -> bool:
         """Whether a gate has closed. One that an import closed counts only after it has opened once."""
         if self._imported and not closed:
             self._opened.add(key)
         return closed and (not self._imported or key in self._opened or math.isnan(share))
-
-    def _selection(self, event: events.LayersObserved) -> Iterator[HealthFired]:
-        c = self._limits
-        for i, share in _measured(event.selected_forced):
-            if self._persists("selection_stuck", (i, "forced"), share >= c.selection_forced_share, c.patience):
-                sentence = f"layer {i}: {100 * share:.1f}% of the selected blocks are forced ones"
-                yield self._finding(event, "selection_stuck", sentence, share, c.selection_forced_share)
-        for i, share in _measured(event.selected_overlap):
-            if self._persists("selection_stuck", (i, "same"), share >= c.selection_overlap, c.patience):
-                same = f"{100 * share:.2f}% of the freely selected blocks"
-                sentence = f"layer {i}: {same} are the same for consecutive tokens"
-                yield self._finding(event, "selection_stuck", sentence, share, c.selection_overlap)
 
     def _persists(self, rule: str, key: object, bad: bool, patience: int = 1) -> bool:
         """Whether this is the reading after which `bad` has been true exactly `patience` times in a row."""
@@ -224,11 +234,6 @@ def _middle(ordered: list[float]) -> float:
     """The median of sorted values."""
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
-
-
-def _measured(values: list[float | None]) -> list[tuple[int, float]]:
-    """(layer, value) of the layers that have one."""
-    return [(i, value) for i, value in enumerate(values) if value is not None]
 
 
 def health_findings(stream: Iterable[Event], init_from: str | None = None) -> list[HealthFired]:

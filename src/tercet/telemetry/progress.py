@@ -140,49 +140,45 @@ class Screen:
 
     def __call__(self, event: Event) -> None:
         """Print what the event reports; events of other kinds are not shown."""
-        if isinstance(event, events.Validated | events.Sampled):
-            self._doing = ""
-        if isinstance(event, events.StepLogged):
-            self._show_step(event)
-        elif isinstance(event, events.StageStarted):
-            self.say(stage_line(event, self._stage), wrap=True)
-            self._stage, self._estimated = event, False
-        elif isinstance(event, events.Validated):
-            bits = "" if event.bits_per_byte is None else f" ({event.bits_per_byte:.4f} bits per byte)"
-            over = f"over {quantity(event.tokens)} tokens"
-            over += "" if event.seq_len is None else f" in sequences of {event.seq_len}"
-            self.say(f"validation after step {event.step}: loss {event.loss:.4f}{bits} {over}", wrap=True)
-        elif isinstance(event, events.Sampled):
-            width = max(40, self._console.width) - 4 if self._console.is_terminal else sys.maxsize
-            lines = printable(event.prompt + event.text).split("\n")
-            cut = [line[at : at + width] for line in lines for at in range(0, max(1, len(line)), width)]
-            self.say("\n".join([f"sample after step {event.step}:", *("  | " + line for line in cut)]))
-        elif isinstance(event, events.CheckpointSaved):
-            self.say(
-                f"checkpoint of step {event.step}: {event.path} "
-                f"({event.bytes / 2**20:.1f} MiB, training blocked for {event.blocked_seconds:.2f} s)",
-                wrap=True,
-            )
-        elif isinstance(event, events.CheckpointFailed):
-            self.say(f"warning: {event.reason}", "bold red")
-        elif isinstance(event, events.StepsSkipped):
-            self.say(
-                f"warning: loss or gradients were not finite in step {', '.join(map(str, event.steps))}: "
-                f"skipped the update ({event.total} so far)",
-                "bold yellow",
-            )
-        elif isinstance(event, HealthFired):
-            if (event.rule, event.action) != ("nonfinite", "warn"):  # events.StepsSkipped reports that
+        match event:
+            case events.StepLogged():
+                self._show_step(event)
+            case events.StageStarted():
+                self.say(stage_line(event, self._stage), wrap=True)
+                self._stage, self._estimated = event, False
+            case events.Validated():
+                self._doing = ""
+                bits = "" if event.bits_per_byte is None else f" ({event.bits_per_byte:.4f} bits per byte)"
+                over = f"over {quantity(event.tokens)} tokens"
+                over += "" if event.seq_len is None else f" in sequences of {event.seq_len}"
+                self.say(f"validation after step {event.step}: loss {event.loss:.4f}{bits} {over}", wrap=True)
+            case events.Sampled():
+                self._doing = ""
+                width = max(40, self._console.width) - 4 if self._console.is_terminal else sys.maxsize
+                lines = printable(event.prompt + event.text).split("\n")
+                cut = [line[at : at + width] for line in lines for at in range(0, max(1, len(line)), width)]
+                self.say("\n".join([f"sample after step {event.step}:", *("  | " + line for line in cut)]))
+            case events.CheckpointSaved():
+                cost = f"{event.bytes / 2**20:.1f} MiB, training blocked for {event.blocked_seconds:.2f} s"
+                self.say(f"checkpoint of step {event.step}: {event.path} ({cost})", wrap=True)
+            case events.CheckpointFailed():
+                self.say(f"warning: {event.reason}", "bold red")
+            case events.StepsSkipped():
+                where = f"step {', '.join(map(str, event.steps))}: skipped the update ({event.total} so far)"
+                self.say(f"warning: loss or gradients were not finite in {where}", "bold yellow")
+            case HealthFired(rule="nonfinite", action="warn"):
+                pass  # events.StepsSkipped reports that
+            case HealthFired():
                 word = "halting" if event.action == "halt" else "warning"
                 self.say(f"{word}: {event.rule}: {event.sentence}", "bold yellow")
-        elif isinstance(event, events.DoctorReported):
-            for check, verdict, finding, fix in zip(event.check, event.verdict, event.finding, event.mend, strict=True):
-                if verdict == "warning":
-                    self.say(f"warning: doctor: {check}: {finding}: {fix}", "bold yellow")
-        elif isinstance(event, events.GraphChosen):
-            self.say(event.sentence, wrap=True)
-        elif isinstance(event, events.Noted):
-            self.say(event.text)
+            case events.DoctorReported():
+                for check, verdict, *found in zip(event.check, event.verdict, event.finding, event.mend, strict=True):
+                    if verdict == "warning":
+                        self.say(f"warning: doctor: {check}: {': '.join(found)}", "bold yellow")
+            case events.GraphChosen():
+                self.say(event.sentence, wrap=True)
+            case events.Noted():
+                self.say(event.text)
 
     def _show_step(self, event: events.StepLogged) -> None:
         """In the live line. Print it too if that is a while ago, or always without a live line."""

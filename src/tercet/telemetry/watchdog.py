@@ -28,7 +28,7 @@ from typing import Self
 
 from tercet.atomic_io import unused
 from tercet.config.sections import HealthConfig
-from tercet.telemetry.event_log import EventLog, tail
+from tercet.telemetry.event_log import EventLog, last_heartbeat, rank_files, tail
 from tercet.telemetry.events import Event, StageStarted, Stalled, StepLogged
 
 # EX_TEMPFAIL of sysexits.h ("try again"), so that restart scripts can distinguish it from a failure.
@@ -192,17 +192,16 @@ def rank_status(folder: Path, stale: float) -> str:
     A heartbeat older than `stale` seconds means that the process is frozen or gone: its thread waits for nothing.
     """
     now, lines = time.time(), []
-    for path in sorted(folder.glob("heartbeat_rank*.jsonl")):
+    for rank, path in rank_files(folder, "heartbeat").items():
+        beat = last_heartbeat(path)
         try:
-            beat = json.loads(tail(path)[-1])
             age = now - beat["time"]
-            lines.append(
-                f"rank {beat['rank']}: step {beat['step']}, {beat['doing']} for {beat['for_seconds'] + age:.0f} s, "
-                f"last heartbeat {age:.0f} s ago" + (" (frozen or gone)" if age > stale else "")
-            )
-        except (IndexError, ValueError, KeyError, TypeError):
+            doing = f"step {beat['step']}, {beat['doing']} for {beat['for_seconds'] + age:.0f} s"
+            frozen = " (frozen or gone)" if age > stale else ""
+            lines.append(f"rank {rank}: {doing}, last heartbeat {age:.0f} s ago{frozen}")
+        except (KeyError, TypeError):
             lines.append(f"{path.name}: no readable line")
-    for path in sorted(folder.glob("events_rank*.jsonl")):
+    for path in rank_files(folder, "events").values():
         lines += [f"-- {path.name}", *(line[:600] for line in tail(path)[-LAST_EVENTS:])]
     return "\n".join(lines)
 
