@@ -54,6 +54,14 @@ def test_without_a_command_it_prints_an_introduction(capsys):
     assert f"Every key but {without} is a flag" in out
 
 
+def test_a_group_lists_its_commands(capsys):
+    listed = {line.split()[2] for group in cli.GROUPS for line in run(capsys, group)[1].splitlines()}
+    assert listed == {
+        "show", "diff", "prepare", "train-tokenizer", "inspect", "bench", "attention", "layer", "decode", "train",
+        "scaling", "perplexity", "context", "needle", "ruler", "recall", "lm-eval", "selection-map", "hf",
+    }  # fmt: skip
+
+
 def test_plan_shows_parameters_memory_and_time(capsys):
     code, out, err = run(capsys, "plan", "--preset", "m7c", "--gpu", "H200", "--train.steps", "100")
     assert (code, err) == (0, "")

@@ -265,12 +265,13 @@ def _group(group: str, arguments: list[str]) -> int:
 
 
 def _members(group: str) -> dict[str, Callable[..., Any]]:
-    """Public functions defined in the group's module, by command name."""
+    """The group's commands: public functions of its module that return an exit code, by name."""
     if group == "config":
         return {"show": show, "diff": diff}
     module = importlib.import_module(GROUPS[group][0])
     own = [f for f in vars(module).values() if isinstance(f, FunctionType) and f.__module__ == module.__name__]
-    return {f.__name__.replace("_", "-"): f for f in own if not f.__name__.startswith("_")}
+    commands = [f for f in own if not f.__name__.startswith("_") and f.__annotations__.get("return") == "int"]
+    return {f.__name__.replace("_", "-"): f for f in commands}
 
 
 def _found(command: str) -> Callable[..., Any]:

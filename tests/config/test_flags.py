@@ -123,6 +123,7 @@ def test_spellings_of_keys(flags, expected):
             {"run": Path("run"), "lengths": (64, 128), "depths": (0, 0.5)},
         ),
         ("eval recall a,b", {"runs": (Path("a,b"),)}),
+        ("eval needle run --lengths 64 --plot=é", {"run": Path("run"), "lengths": (64,), "plot": Path("é")}),
         ("eval lm-eval run --tasks a,b c", {"run": Path("run"), "tasks": ("a", "b", "c")}),
         ("bench decode --batches 1 16 --contexts=", {"batches": (1, 16), "contexts": ()}),
         ("eval needle run --lengths", {"run": Path("run"), "lengths": ()}),

@@ -13,7 +13,7 @@ import shutil
 import textwrap
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,66 +67,12 @@ class Arg:
     repeat: bool = False  # one value per flag; the flag may be given several times
 
 
-@dataclass(frozen=True)
-class Option(Key):
-    """One flag or positional argument."""
-
-    required: bool = False
-    positional: bool = False
-    repeat: bool = False
-
-    @property
-    def metavar(self) -> str:
-        return self.name.upper()
-
-    @property
-    def negative(self) -> str:
-        """The flag that turns a switch off: --log.no_tensorboard."""
-        table, dot, leaf = self.name.rpartition(".")
-        return f"--{table}{dot}no_{leaf}"
-
-    def parts(self, word: str) -> list[str]:
-        """The values in one word: commas separate those of a list, unless they may belong to a path or a pattern."""
-        text = Path in self.kinds or (str in self.kinds and "." in self.name)  # data.path, model.attention
-        if not self.many or self.repeat or text:
-            return [word]
-        return [part.strip() for part in word.split(",") if part.strip()]
-
-    def accepts(self, word: str) -> bool:
-        """Whether the word can be a value of a list of numbers or choices. Any text may be a positional argument."""
-        return all(part in self.kinds or not isinstance(self.convert(part), str) for part in self.parts(word))
-
-    def read(self, flag: str, words: Sequence[str], *, negated: bool = False) -> Any:
-        """The value of these words."""
-        if self.is_switch and not words:
-            return not negated
-        if negated:
-            raise ConfigError(f"{flag} {words[0] or repr('')}: {self.negative} takes no value")
-        if words in (["None"], ["none"]) and (self.takes_none() or (self.optional and words == ["None"])):
-            return None
-        if self.name == "data.separator":  # TOML has these escapes; shells leave them as they are
-            escapes = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
-            words = [re.sub(r"\\([ntr\\])", lambda found: escapes[found[1]], word) for word in words]
-        values = [self.convert(part) for word in words for part in self.parts(word)]
-        if not values and (not self.many or self.repeat or self.one_for_all):
-            raise ConfigError(f"{flag} needs a value: it {self.expected(entry=self.repeat)}")
-        if not self.many or self.repeat or (self.one_for_all and len(values) == 1):
-            return values[0]
-        return tuple(values)
+def key_options(values: Mapping[str, Any]) -> dict[str, Key]:
+    """The configuration keys that are flags: all but tables in lists. `values` replace the schema's defaults."""
+    return {name: replace(k, default=values.get(name, k.default)) for name, k in all_keys().items() if k.kinds}
 
 
-def key_options(values: Mapping[str, Any]) -> dict[str, Option]:
-    """A flag for each configuration key, except tables in lists. `values` replace the schema's defaults."""
-    return _as_options(all_keys().values(), values)
-
-
-def _as_options(keys: Iterable[Key], values: Mapping[str, Any]) -> dict[str, Option]:
-    return {
-        k.name: Option(k.name, k.annotation, k.about, values.get(k.name, k.default)) for k in keys if len(k.kinds) > 0
-    }
-
-
-def function_options(function: Callable[..., Any], *, positional: bool = False) -> dict[str, Option]:
+def function_options(function: Callable[..., Any], *, positional: bool = False) -> dict[str, Key]:
     """The parameters of a function, but those without a type; those of a table parameter have dotted names.
 
     positional: parameters without a default are positional arguments.
@@ -135,7 +81,7 @@ def function_options(function: Callable[..., Any], *, positional: bool = False) 
     entries = re.split(r"^ {4}(\w+): ", section, flags=re.M)[1:]
     texts = dict(zip(entries[::2], (" ".join(text.split()) for text in entries[1::2]), strict=True))
     hints, marked = typing.get_type_hints(function), typing.get_type_hints(function, include_extras=True)
-    found: dict[str, Option] = {}
+    found: dict[str, Key] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if hints[name] is Any:
             continue
@@ -143,10 +89,10 @@ def function_options(function: Callable[..., Any], *, positional: bool = False) 
         required = parameter.default is inspect.Parameter.empty
         default = None if required else parameter.default
         if is_table(hints[name]):
-            found |= _as_options(keys_of(hints[name], f"{name}.", default), {})
+            found |= {key.name: key for key in keys_of(hints[name], f"{name}.", default) if key.kinds}
             continue
         about = texts.get(name, arg.help)
-        found[name] = Option(name, hints[name], about, default, required, positional and required, arg.repeat)
+        found[name] = Key(name, hints[name], about, default, required, positional and required, arg.repeat)
     return found
 
 
@@ -181,7 +127,7 @@ def bind(function: Callable[..., Any], given: Mapping[str, Any], options: Mappin
 # Reading
 
 
-def read_arguments(arguments: Sequence[str], options: Mapping[str, Option], *, prog: str) -> dict[str, Any]:
+def read_arguments(arguments: Sequence[str], options: Mapping[str, Key], *, prog: str) -> dict[str, Any]:
     """The values given on the command line, by option name.
 
     A flag takes `=value`, and words up to the next flag. Where there are positional arguments, a switch takes only true
@@ -214,27 +160,45 @@ def read_arguments(arguments: Sequence[str], options: Mapping[str, Option], *, p
             while taken > keep and not (str in option.kinds or option.accepts(follow[taken - 1])):
                 taken -= 1
         i += taken
-        value = option.read(flag, [*words, *follow[:taken]], negated=negated)
+        value = _value(option, flag, [*words, *follow[:taken]], negated=negated)
         given[option.name] = (*given.get(option.name, ()), value) if option.repeat else value
     for option in positional:
         words = free if option.many else free[:1]
         free = free[len(words) :]
         if words or option.many:
-            given[option.name] = option.read(option.metavar, words)
+            given[option.name] = _value(option, option.name.upper(), words)
     if free and "preset" in options and free[0] in preset_names():
         raise ConfigError(f"unexpected argument {free[0]}: did you mean --preset {free[0]}?")
     if free:
         rule = "" if positional else "options start with --; "
         raise ConfigError(f"unexpected argument {free[0]}: {rule}`{prog} --help` lists the options")
-    required = {o.name: o.metavar if o.positional else f"--{o.name}" for o in options.values() if o.required}
+    required = {o.name: o.name.upper() if o.positional else f"--{o.name}" for o in options.values() if o.required}
     if missing := [shown for name, shown in required.items() if name not in given]:
         usage = " ".join(s if s == n.upper() else f"{s} {n.upper()}" for n, s in required.items())
         raise ConfigError(f"{prog} needs {' and '.join(missing)}: write {prog} {usage} (see {prog} --help)")
     return given
 
 
+def _value(option: Key, flag: str, words: Sequence[str], *, negated: bool = False) -> Any:
+    """The value of the words behind a flag."""
+    if option.is_switch and not words:
+        return not negated
+    if negated:
+        raise ConfigError(f"{flag} {words[0] or repr('')}: {option.negative} takes no value")
+    if words in (["None"], ["none"]) and (option.takes_none() or (option.optional and words == ["None"])):
+        return None
+    if option.name == "data.separator":  # TOML has these escapes; shells leave them as they are
+        escapes = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+        words = [re.sub(r"\\([ntr\\])", lambda found: escapes[found[1]], word) for word in words]
+    values = [option.convert(part) for word in words for part in option.parts(word)]
+    one = not option.many or option.repeat
+    if not values and (one or option.one_for_all):
+        raise ConfigError(f"{flag} needs a value: it {option.expected(entry=option.repeat)}")
+    return values[0] if one or (option.one_for_all and len(values) == 1) else tuple(values)
+
+
 def _is_flag(word: str) -> bool:
-    return word.startswith("--") and word[2:3].isalpha() and word.isascii()
+    return word.startswith("--") and word[2:3].isascii() and word[2:3].isalpha()
 
 
 def help_topic(arguments: Sequence[str]) -> str | None:
@@ -259,7 +223,7 @@ def option_value(arguments: Sequence[str], name: str) -> str | None:
     return found
 
 
-def _find(flag: str, options: Mapping[str, Option]) -> tuple[Option, bool]:
+def _find(flag: str, options: Mapping[str, Key]) -> tuple[Key, bool]:
     """The option of a flag, and whether the flag turns it off."""
     name = flag[2:].replace("-", "_")
     if name in options and not options[name].positional:
@@ -285,7 +249,7 @@ def _find(flag: str, options: Mapping[str, Option]) -> tuple[Option, bool]:
 # Help
 
 
-def config_help(topic: str, own: Mapping[str, Option], keys: Mapping[str, Option], *, prog: str, about: str) -> str:
+def config_help(topic: str, own: Mapping[str, Key], keys: Mapping[str, Key], *, prog: str, about: str) -> str:
     """Help of a command that takes a configuration.
 
     topic: "" for the common options, "all", a section, a key, or a word to find keys by. own: the command's options.
@@ -312,7 +276,7 @@ def config_help(topic: str, own: Mapping[str, Option], keys: Mapping[str, Option
     return "\n".join(lines).strip("\n")
 
 
-def _matching(word: str, options: Mapping[str, Option], tables: Iterable[str]) -> list[Option]:
+def _matching(word: str, options: Mapping[str, Key], tables: Iterable[str]) -> list[Key]:
     """The option of this name, those whose last part it is or whose name contains it, or whose text does."""
     name = word.lstrip("-").replace("-", "_").lower()
     if name in options:
@@ -342,7 +306,7 @@ def _usage(usage: str, about: str) -> str:
     return "\n\n".join([f"usage: {usage}", *paragraphs]) + "\n"
 
 
-def _rows(options: Iterable[Option], *, brief: bool = False) -> list[str]:
+def _rows(options: Iterable[Key], *, brief: bool = False) -> list[str]:
     """Two columns. brief: each help text up to its first full stop or semicolon."""
     rows = [(_left(option), _right(option, brief=brief)) for option in options]
     column = max((len(left) for left, _ in rows if len(left) <= _MAX_LEFT), default=0) + 4
@@ -356,9 +320,9 @@ def _rows(options: Iterable[Option], *, brief: bool = False) -> list[str]:
     return lines
 
 
-def _left(option: Option) -> str:
+def _left(option: Key) -> str:
     if option.positional:
-        return option.metavar + " ..." * option.many
+        return option.name.upper() + " ..." * option.many
     if option.is_switch:
         return option.negative.replace("no_", "[no_]", 1)
     name = "|".join(option.choices) if _short(option) else _METAVARS.get(option.kinds[0], "NAME")
@@ -366,7 +330,7 @@ def _left(option: Option) -> str:
     return " ".join([f"--{option.name}", *[name] * (count or 1)]) + " ..." * (count is None)
 
 
-def _right(option: Option, *, brief: bool) -> str:
+def _right(option: Key, *, brief: bool) -> str:
     text, notes, value = " ".join(option.about.split()), [], option.default
     if brief:
         text = re.split(r"[.;](?: |$)", text)[0]
@@ -382,7 +346,7 @@ def _right(option: Option, *, brief: bool) -> str:
     return f"{text} ({'; '.join(notes)})".strip() if notes else text
 
 
-def _short(option: Option) -> bool:
+def _short(option: Key) -> bool:
     return bool(option.choices) and len("|".join(option.choices)) <= 22
 
 

@@ -1,4 +1,7 @@
-"""Configuration keys by dotted name: what a value of each must be, and suggestions for misspelled names."""
+"""Configuration keys by dotted name: what a value of each must be, and suggestions for misspelled names.
+
+The parameters of a command are keys too: they have types, defaults and descriptions in the same way.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,15 @@ _NOUNS = {int: "an integer", float: "a number", Path: "a path"}
 
 @dataclass(frozen=True)
 class Key:
-    """One value of the configuration, or of a function's parameters."""
+    """One value of the configuration, or one parameter of a command."""
 
     name: str
     annotation: Any
     about: str = ""
     default: Any = None
+    required: bool = False
+    positional: bool = False
+    repeat: bool = False  # one value per flag; the flag may be given several times
 
     @cached_property
     def kinds(self) -> list[Any]:
@@ -64,6 +70,12 @@ class Key:
         return bool in self.kinds and not self.many
 
     @property
+    def negative(self) -> str:
+        """The flag that turns a switch off: --log.no_tensorboard."""
+        table, dot, leaf = self.name.rpartition(".")
+        return f"--{table}{dot}no_{leaf}"
+
+    @property
     def choices(self) -> tuple[str, ...]:
         return tuple(kind for kind in self.kinds if isinstance(kind, str))
 
@@ -82,6 +94,17 @@ class Key:
                 except ValueError:
                     pass
         return word
+
+    def parts(self, word: str) -> list[str]:
+        """The values in one word: commas separate those of a list, unless they may belong to a path or a pattern."""
+        text = Path in self.kinds or (str in self.kinds and "." in self.name)  # data.path, model.attention
+        if not self.many or self.repeat or text:
+            return [word]
+        return [part.strip() for part in word.split(",") if part.strip()]
+
+    def accepts(self, word: str) -> bool:
+        """Whether the word can be a value of a list of numbers or choices. Any text may be a positional argument."""
+        return all(part in self.kinds or not isinstance(self.convert(part), str) for part in self.parts(word))
 
     def expected(self, given: Any = None, *, entry: bool = False) -> str:
         """What the value must be, as the end of an error message. entry: a value in the list."""

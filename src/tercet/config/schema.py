@@ -83,28 +83,16 @@ class RunConfig(Section):
         return values
 
     @model_validator(mode="after")
-    def _exercises_fit(self) -> Self:
+    def _sections_fit(self) -> Self:
         self.data.check_exercises_fit(self.longest_sequence)
-        return self
-
-    @model_validator(mode="after")
-    def _selection_fits(self) -> Self:
         if "nsa" in self.model.attention_kinds:
             check_reach(self.model.nsa, self.longest_sequence)
-        return self
-
-    @model_validator(mode="after")
-    def _profiled_steps_exist(self) -> Self:
         traced = self.profile.range()
         if traced is not None and traced[0] > self.train.steps:
             raise ValueError(
                 f"profile.steps={self.profile.steps} begins after the last step, train.steps={self.train.steps}: trace "
                 "earlier steps, or raise train.steps"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _stages_are_valid(self) -> Self:
         for number, stage in enumerate(self.stages, 1):
             try:
                 stage._check_tokens_per_step()
@@ -114,9 +102,8 @@ class RunConfig(Section):
                 if not self.train.stages:
                     raise
                 entry = str(self.train.stages[number - 1])
-                rule = str(error)
-                passes = -(-stage.train.tokens_per_step // stage.tokens_per_pass)
-                fits = passes * stage.tokens_per_pass
+                rule, unit = str(error), stage.tokens_per_pass
+                fits = -(-stage.train.tokens_per_step // unit) * unit
                 if fits != stage.train.tokens_per_step and "tokens_per_step" not in entry:
                     rule += f"; for this stage alone write {entry}:tokens_per_step={fits}"
                 raise ValueError(f"train.stages: stage {number} ({entry}): {rule}") from None
@@ -136,21 +123,21 @@ class RunConfig(Section):
             )
 
     def _check_context(self) -> None:
-        nsa = self.model.nsa
-        covered = nsa.selected_tokens
-        if self.parallel.strategy == "cp" and self.model.dense_below > covered:
+        if self.parallel.strategy != "cp":
+            return
+        if self.model.dense_below > (covered := self.model.nsa.selected_tokens):
             raise ValueError(
                 f"model.dense_below={self.model.dense_below} with parallel.strategy=cp must be at most "
                 f"model.nsa.select_count × select_block = {covered}: lower it, or raise these"
             )
-        if self.parallel.strategy == "cp" and self.train.compile == "on":
+        if self.train.compile == "on":
             raise ValueError(
                 "train.compile=on with parallel.strategy=cp: blocks that exchange keys cannot be compiled; "
                 "use train.compile off, or auto"
             )
         # context_layout.ContextLayout checks each batch too; checking here fails before the run folder is created.
         batch, length, ranks = self.train.micro_batch, self.data.seq_len, self.parallel.context
-        if self.parallel.strategy == "cp" and batch * length % (2 * ranks):
+        if batch * length % (2 * ranks):
             unit = 2 * ranks // math.gcd(2 * ranks, batch)
             lengths = [n for n in (length // unit * unit, (length // unit + 1) * unit) if n >= 2]
             batch_unit = 2 * ranks // math.gcd(2 * ranks, length)

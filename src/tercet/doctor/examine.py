@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from tercet.config.load import ConfigError, load
@@ -109,18 +110,12 @@ def _print_findings(config: RunConfig, *, short: bool, as_json: bool) -> int:
         found.append(timed(name, check))
         if not as_json:
             print("\n".join(lines(found[-1], width)), flush=True)
-    if as_json:
-        print(json.dumps({"exit_code": exit_code(found), "findings": [_as_json(f) for f in found]}))
+    if as_json:  # mend: the key of version 0.1
+        print(json.dumps({"exit_code": exit_code(found), "findings": [asdict(f) | {"mend": f.fix} for f in found]}))
     else:
         count = {v: sum(f.verdict == v for f in found) for v in (OK, WARNING, FAILED, NOT_TESTED)}
         print(", ".join(f"{n} {v}" for v, n in count.items() if n))
     return exit_code(found)
-
-
-def _as_json(finding: Finding) -> dict[str, object]:
-    f = finding
-    known = {"check": f.check, "verdict": f.verdict, "finding": f.finding, "fix": f.fix, "seconds": f.seconds}
-    return known | {"mend": f.fix}  # the key of version 0.1
 
 
 def examine_before_training(config: RunConfig, folder: Path) -> DoctorReported | None:
