@@ -9,8 +9,8 @@ import math
 import pytest
 
 from runs import step_logged
-from tercet.bench import learning_rates
-from tercet.bench.cells import Ended
+from tercet.bench import sweep as module
+from tercet.bench.settings import Ended
 from tercet.bench.sweep import Cell, Point, as_flags, cell_keys, cliffs, judge, render, sweep
 from tercet.config.flags import key_options, read_arguments
 from tercet.config.load import load
@@ -34,7 +34,7 @@ def test_a_cell_turns_the_shuffle_buffer_off():
 def test_a_cell_has_no_stages_and_no_profile():
     base = {"train.stages": "64:5,128:5", "profile.steps": "8:9"}
     keys = cell_keys(POINT, 1, 3)
-    for found in (keys, keys | learning_rates.keys(load("tiny", flags=base).config, 1e-3, 3)):
+    for found in (keys, keys | module.rate_keys(load("tiny", flags=base).config, 1e-3, 3)):
         given = read_arguments(as_flags(found), key_options({}), prog="tercet train")
         config = load("tiny", flags=base | given).config
         assert (config.train.stages, config.profile.steps) == ((), None)
@@ -102,7 +102,7 @@ def validated(loss: float) -> Validated:
     ],
 )
 def test_a_learning_rate_is_judged_by_its_last_loss(run, outcome, loss):
-    cell = learning_rates.judge(1e-3, *run)
+    cell = module.judge_rate(1e-3, *run)
     assert (cell.outcome, cell.loss) == (outcome, loss)
 
 
@@ -174,9 +174,9 @@ def test_results_of_an_earlier_sweep_are_kept(tmp_path, name, lrs):
 
 
 def test_the_best_learning_rate_at_the_edge_asks_for_more():
-    cells = [learning_rates.LRCell(lr, "ok", loss) for lr, loss in ((1e-4, 4.0), (1e-3, 3.0))]
-    assert "try larger learning rates" in "\n".join(learning_rates.render(cells))
-    assert "try smaller learning rates" in "\n".join(learning_rates.render(cells[::-1]))
+    cells = [module.LRCell(lr, "ok", loss) for lr, loss in ((1e-4, 4.0), (1e-3, 3.0))]
+    assert "try larger learning rates" in "\n".join(module.render_rates(cells))
+    assert "try smaller learning rates" in "\n".join(module.render_rates(cells[::-1]))
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tercet.bench import cells, commands, train, train_cell
+from tercet.bench import commands, settings, train, train_cell
 from tercet.config.load import load
 from tercet.doctor.machine import FAILED, Finding
 from tercet.errors import TercetError, UsageError
@@ -166,8 +166,8 @@ def test_what_would_not_be_measured_as_named_is_refused(options: dict[str, Any],
 
 def replace_process(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     """Run this script in place of the subprocess that measures."""
-    real = cells.subprocess.Popen
-    monkeypatch.setattr(cells.subprocess, "Popen", lambda words, **k: real([words[0], "-c", script, words[-1]], **k))
+    real = settings.subprocess.Popen
+    monkeypatch.setattr(settings.subprocess, "Popen", lambda words, **k: real([words[0], "-c", script, words[-1]], **k))
 
 
 FIGURES = "{'tokens_per_s': 1.0, 'ms': 1.0, 'peak_gib': 1.0, 'first_loss': 1}"

@@ -58,28 +58,6 @@ def attention(
     return main(shapes, inputs, Options(scorer, share, dense, dense_limit, rows, budget, profile, graph))
 
 
-def layer(
-    *,
-    lengths: tuple[int, ...] = (2048, 4096, 8192, 16384),
-    tokens: int = 16384,
-    compile: bool = False,
-    budget: float = 0.6,
-) -> int:
-    """Time the whole NSA layer (projections, RoPE, compression, gates) against the dense one, forward + backward.
-
-    Args:
-        lengths: Sequence lengths.
-        tokens: Tokens per batch; the batch size is this divided by the length.
-        compile: Use torch.compile.
-        budget: Seconds per timing.
-    """
-    _check_at_least(1, lengths=lengths, tokens=tokens)
-    _check_budget(budget)
-    from tercet.bench.layer import main
-
-    return main(lengths, tokens, compile, budget)
-
-
 def decode(
     *,
     batches: tuple[int, ...] = (1, 16),
@@ -104,12 +82,10 @@ def decode(
         layer: Instead, one token in one attention layer of 32 heads on 8 KV heads of 128 (block-sparse, own scores).
     """
     _check_at_least(1, batches=batches, contexts=contexts, steps=steps)
+    from tercet.bench.decode import layer_main, main
+
     if layer:
-        from tercet.bench import decode_layer
-
-        return decode_layer.main(batches, contexts)
-    from tercet.bench.decode import main
-
+        return layer_main(batches, contexts)
     return main(
         batches=batches,
         contexts=contexts,

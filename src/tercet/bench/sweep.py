@@ -1,6 +1,6 @@
-"""`tercet sweep`: tokens/s and memory over a grid of settings, or the loss over learning rates. No torch.
+"""`tercet sweep`: tokens/s and memory over a grid of settings, or with --lrs the loss over learning rates. No torch.
 
-Each cell is a `tercet train` in a process of its own (cells.py). One that runs out of memory, fails or times out is
+Each cell is a `tercet train` in a process of its own (settings.py). One that runs out of memory, fails or times out is
 reported in the table, and the sweep continues.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -15,17 +16,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tercet.atomic_io import check_writable_folder
-from tercet.bench import learning_rates
-from tercet.bench.cells import Ended, run
-from tercet.bench.settings import parse_settings
+from tercet.bench.settings import Ended, parse_settings, run
 from tercet.config.load import load
 from tercet.config.sections import ActivationCheckpointing, StrategyName
 from tercet.errors import UsageError
 from tercet.telemetry.event_log import events_file, read_events
-from tercet.telemetry.events import Event, StepLogged
+from tercet.telemetry.events import Event, StepLogged, Validated
+from tercet.telemetry.sinks import mean_of_last
+
+if TYPE_CHECKING:
+    from tercet.config.schema import RunConfig
+
 
 # Tokens/s below this share of a neighbour's is a cliff: sparse attention costs about the same per token at any length.
 CLIFF = 0.6
@@ -107,7 +111,7 @@ def sweep(
         out: Folder for sweep.jsonl and sweep.md; must not hold those of an earlier sweep.
         device: auto, cpu or cuda.
     """
-    steps = steps if steps is not None else learning_rates.DEFAULT_STEPS if lrs else 6
+    steps = steps if steps is not None else RATE_STEPS if lrs else 6
     if steps < 2:
         raise UsageError(f"--steps {steps} is too small: the first step is warm-up, give at least 2")
     given = parse_settings(settings, OWN_KEYS)
@@ -125,7 +129,7 @@ def sweep(
     if found := [name for name in ("sweep.jsonl", "sweep.md") if (folder / name).exists()]:
         raise UsageError(f"--out {folder} holds {found[0]} of an earlier sweep: choose another folder, or remove it")
     rates = sorted(set(lrs))
-    learning_rates.check(rates, base, len(grid))
+    check_rates(rates, base, len(grid))
     check_writable_folder("--out", folder)
     folder.mkdir(parents=True, exist_ok=True)
     source = ["--preset", preset, *(["--config", config] if config else [])]
@@ -137,10 +141,9 @@ def sweep(
         tokens = pass_tokens(grid[0], ranks)
         shared = point_keys(grid[0], tokens * max(1, base.train.tokens_per_step // tokens))
         jobs: list[Job] = [
-            Job(f"lr {lr:g}", grid[0], shared | learning_rates.keys(base, lr, steps), partial(learning_rates.judge, lr))
-            for lr in rates
+            Job(f"lr {lr:g}", grid[0], shared | rate_keys(base, lr, steps), partial(judge_rate, lr)) for lr in rates
         ]
-        best, show, table_of = learning_rates.best, learning_rates.shown, learning_rates.render
+        best, show, table_of = best_rate, rate_shown, render_rates
     else:
         jobs = [
             Job(f"{p.label}, {p.batch} × {p.length}", p, cell_keys(p, ranks, steps), partial(judge, p)) for p in grid
@@ -271,3 +274,85 @@ def render(cells: Sequence[Cell]) -> list[str]:
     if found := cliffs(cells):
         return lines + [f"warning: {sentence}" for sentence in found]
     return lines + ["no throughput cliffs"] * (fastest(cells) is not None)
+
+
+RATE_STEPS = 100
+# Tokens of the validation after the last step: enough to rank learning rates that differ by a factor.
+VALIDATION_TOKENS = 65536
+
+
+@dataclass(frozen=True)
+class LRCell:
+    """Result of one learning rate. outcome: "ok", "diverged", "too slow (…)", or the reason of a failure."""
+
+    lr: float
+    outcome: str
+    loss: float | None = None  # of the validation after the last step; without validation, the smoothed training loss
+    validated: bool = False
+    losses: tuple[float, ...] = ()  # of every step
+    tokens_per_s: float | None = None
+
+
+def check_rates(rates: Sequence[float], base: RunConfig, combinations: int) -> None:
+    """Raise if the learning rates cannot be compared."""
+    if wrong := [lr for lr in rates if not lr > 0]:
+        raise UsageError(f"--lrs {wrong[0]:g} must be above 0: give learning rates such as 0.0003")
+    if rates and base.train.optimizer == "muon" and base.train.muon.lr is not None:
+        raise UsageError(
+            f"--lrs varies train.lr, but train.muon.lr={base.train.muon.lr:g} is set, and Muon's matrices would keep "
+            "it: leave it out, then they learn at the rates of --lrs too"
+        )
+    if rates and combinations > 1:
+        raise UsageError(f"--lrs with {combinations} combinations of other settings: give one length, batch size, …")
+
+
+def rate_keys(base: RunConfig, lr: float, steps: int) -> dict[str, Any]:
+    """The settings of a run: warm-up takes at most a tenth of it, and it validates at the end only."""
+    return {
+        "train.lr": lr, "train.steps": steps, "log.every": max(1, steps // 20),
+        "train.warmup_steps": min(base.train.warmup_steps, max(1, steps // 10)),
+        "train.val_every": 0, "train.val_tokens": min(base.train.val_tokens, VALIDATION_TOKENS),
+    }  # fmt: skip
+
+
+def judge_rate(lr: float, ended: Ended, events: Sequence[Event]) -> LRCell:
+    """Turn a run into a result."""
+    logged = [event for event in events if isinstance(event, StepLogged)]
+    losses = tuple(loss for event in logged for loss in event.losses)
+    speed = statistics.median(event.tokens_per_s for event in logged) if logged else None
+    diverged = any(not math.isfinite(loss) for loss in losses)
+    if ended.failed and not diverged:
+        return LRCell(lr, ended.reason, losses=losses, tokens_per_s=speed)
+    final, _ = mean_of_last(losses)
+    if diverged or final is None or (len(losses) > 1 and final > losses[0]):
+        return LRCell(lr, "diverged", losses=losses, tokens_per_s=speed)
+    validated = [event.loss for event in events if isinstance(event, Validated)]
+    return LRCell(lr, "ok", validated[-1] if validated else final, bool(validated), losses, speed)
+
+
+def best_rate(cells: Sequence[LRCell]) -> LRCell | None:
+    return min((cell for cell in cells if cell.loss is not None), key=lambda cell: cell.loss or 0.0, default=None)
+
+
+def rate_shown(cell: LRCell) -> str:
+    if cell.loss is None:
+        return cell.outcome
+    return f"{'validation' if cell.validated else 'training'} loss {cell.loss:.4f}"
+
+
+def render_rates(cells: Sequence[LRCell]) -> list[str]:
+    """Markdown: one row per rate, and what to do next."""
+    found = best_rate(cells)
+    lines = ["| learning rate | loss | tokens/s |", "|---|---|---|"]
+    for cell in cells:
+        speed = "" if cell.tokens_per_s is None else f"{cell.tokens_per_s:,.0f}"
+        lines.append(f"| {cell.lr:g}{' (best)' if cell is found else ''} | {rate_shown(cell)} | {speed} |")
+    if found is None:
+        diverged = any(cell.outcome == "diverged" for cell in cells)
+        return [*lines, "", "no learning rate worked: try smaller ones" if diverged else "no run ended; see the table"]
+    advice = f"train with --train.lr {found.lr:g}"
+    if len(cells) > 1 and found is cells[0]:
+        advice += f", or try smaller learning rates: the best is the smallest one, add --lrs {found.lr / 3:.2g}"
+    elif len(cells) > 1 and found is cells[-1]:
+        advice += f", or try larger learning rates: the best is the largest one, add --lrs {found.lr * 3:.2g}"
+    return [*lines, "", advice, "Longer runs usually need a slightly smaller learning rate."]

@@ -11,25 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tercet.doctor.kernels import relative_error
-from tercet.model.attention import Attention
-
 
 def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-
-
-def reference_error(layer: Attention, call: Callable[[], Tensor], backend: str = "auto") -> float | None:
-    """Relative error of what a layer computes on the kernels against the reference; None if the reference ran."""
-    with torch.no_grad():
-        layer.backend = backend
-        got = call()
-        if "reference" in layer.routes.values():
-            return None
-        layer.backend = "reference"
-        wanted = call()
-        layer.backend = "auto"
-    return relative_error(got, wanted)
 
 
 def milliseconds(call: Callable[[], Any], budget: float = 0.6) -> float:

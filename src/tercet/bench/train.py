@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tercet.atomic_io import check_writable, write_text
-from tercet.bench.cells import run
-from tercet.bench.settings import KINDS, check_kinds, of_kind
+from tercet.bench.settings import KINDS, check_kinds, of_kind, run
 from tercet.config.sections import ActivationCheckpointing
 from tercet.errors import TercetError, UsageError
 from tercet.inference.arguments import check_known

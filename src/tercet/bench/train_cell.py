@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tercet.bench.cells import is_out_of_memory
-from tercet.bench.settings import loaded
+from tercet.bench.settings import is_out_of_memory, loaded
 from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
 from tercet.data.loader import build_loader
