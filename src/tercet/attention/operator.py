@@ -39,7 +39,7 @@ from tercet.attention.selector import (
     pool_keys,
     select_by_keys_on,
 )
-from tercet.attention.spec import AttentionSpec, block_sparse, check_exact_groups
+from tercet.attention.spec import SCORERS, AttentionSpec, block_sparse, check_exact_groups
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def block_sparse_attention(
     kind = _scorer_kind(scorer, score_channels, selector)
     spec = block_sparse(config, kind, dense_below, exact_groups)
     checks.check_tensors({"q": q, "k": k, "v": v})
-    if kind == "own":
+    if spec.by_branch:
         if score_channels is not None:
             check_channels(score_channels, k.shape[2], k.shape[3])
         check_exact_groups(exact_groups, kind, k.shape[2])
@@ -201,7 +201,7 @@ def block_sparse_attention(
         packing = checks.make_packing(cu_seqlens, q, config, max_seqlen=max_seqlen, validate=validate)
     if validate and block_indices is not None:
         checks.check_block_order(block_indices)
-    chooser = own_scorer(q, k, score_channels, spec) if kind == "own" else None
+    chooser = own_scorer(q, k, score_channels, spec) if spec.by_branch else None
     chooser = TokenScorer(*selector) if selector is not None else chooser
     found = attend(
         AttentionInputs(q, k_selected=k, v_selected=v), spec, packing=packing, backend=backend, scorer=chooser,
@@ -215,11 +215,13 @@ def _with_aux(found: Attended) -> tuple[Tensor, AttentionAux]:
 
 
 def _scorer_kind(scorer: str, channels: Tensor | None, selector: tuple[Tensor, Tensor] | None) -> str:
-    if scorer not in ("compressed", "own"):
-        raise ValueError(f"scorer={scorer!r} is unknown: pick one of compressed, own, or give a selector")
-    if scorer == "own" and selector is not None:
-        raise ValueError('scorer="own" and selector were both given: pass one')
-    if scorer != "own" and channels is not None:
+    known = [name for name, each in SCORERS.items() if each.reads != "projections"]
+    if scorer not in known:
+        raise ValueError(f"scorer={scorer!r} is unknown: pick one of {', '.join(known)}, or give a selector")
+    by_branch = SCORERS[scorer].reads == "branch"
+    if by_branch and selector is not None:
+        raise ValueError(f'scorer="{scorer}" and selector were both given: pass one')
+    if not by_branch and channels is not None:
         raise ValueError(f'score_channels was given, but scorer={scorer!r} does not read them: use scorer="own"')
     return scorer if selector is None else "learned"
 
@@ -264,7 +266,7 @@ def attend(
         )
     every = _every_query_reads_all(inputs, spec, packing, span) and block_indices is None
     chooses = block_indices is None and (select or (spec.selects and not every))
-    given = _check(inputs, spec, packing, span, compressed=chooses and scorer is None and spec.gate is not None)
+    given = _check(inputs, spec, packing, span, compressed=chooses and scorer is None and spec.gated)
     if block_indices is not None:
         checks.check_block_indices(block_indices, q, given["k_selected"].shape[2], config)
     route = choose_backend(backend, given, config, why_no_query_range(span, packing, spec.branches))
@@ -273,7 +275,7 @@ def attend(
             check_selector(scorer, q, given["k_selected"])
             own = backend if route[0] == "triton" else "reference"  # "auto": kernels may not take the scorer
             block_indices = choose_blocks(scorer, config=config, packing=packing, span=span, backend=own)
-        elif chooses and spec.gate is None:
+        elif chooses and not spec.gated:
             keys = inputs.k_compressed
             keys = pool_keys(given["k_selected"], config, packing) if keys is None else keys
             block_indices = select_by_keys_on(q, keys, config, packing, span, route[0])
@@ -298,7 +300,7 @@ def attend(
 def _every_query_reads_all(inputs: AttentionInputs, spec: AttentionSpec, packing: Packing | None, span: Span) -> bool:
     """Whether block-sparse attention is dense here: no query has more blocks than it selects."""
     longest = inputs.q.shape[1] if packing is None else packing.max_seqlen
-    return spec.gate is None and spec.selects and span is WHOLE and longest <= spec.reads_all_below
+    return not spec.gated and spec.selects and span is WHOLE and longest <= spec.reads_all_below
 
 
 def _check(
@@ -308,16 +310,16 @@ def _check(
     must be given, as for their branch."""
     q, config = inputs.q, spec.blocks
     if packing is not None and span is WHOLE:
-        checks.check_packing(packing, q, inputs.k_compressed if spec.gate else None, config)
+        checks.check_packing(packing, q, inputs.k_compressed if spec.gated else None, config)
     # a gated call has all of them, also those of branches that it omits
-    named = spec.branches if spec.gate is None else BRANCHES
+    named = BRANCHES if spec.gated else spec.branches
     needed = {b for b in named if b != "compressed" or compressed or b in spec.branches}
     tensors: dict[str, Any] = {"q": q}
     for branch in named:
         k, v = (getattr(inputs, f"{kind}_{branch}") for kind in "kv")
         if branch in needed or k is not None:
             tensors |= {f"k_{branch}": k, f"v_{branch}": v}
-    checks.check_tensors(tensors if spec.gate is None else tensors | {"gates": inputs.gates})
+    checks.check_tensors(tensors | {"gates": inputs.gates} if spec.gated else tensors)
     given = [branch for branch in named if f"k_{branch}" in tensors]
     keys = {branch: tensors[f"k_{branch}"] for branch in given}
     values = {branch: tensors[f"v_{branch}"] for branch in given}
@@ -332,7 +334,7 @@ def _check(
                 checks.check_span(q, keys[branch], branch, here, config, packing)
         checks.check_keys(q, keys[branch], values[branch], branch, tokens)
     checks.check_same_groups(keys, values)
-    if spec.gate is not None:
+    if spec.gated:
         assert inputs.gates is not None
         checks.check_gates(inputs.gates, q)
     return tensors
@@ -346,7 +348,7 @@ def _run(
     if backend == "triton":
         from tercet.attention import kernels
 
-        if spec.gate is None:  # compressed keys were only there to choose
+        if not spec.gated:  # compressed keys were only there to choose
             inputs = inputs._replace(k_compressed=None, v_compressed=None)
         layout = kernel_layout(inputs.q, packing, span, inputs.k_selected, inputs.k_window)
         return kernels.attend(*inputs, spec.blocks, layout, spec.branches, block_indices, select, output)
@@ -404,7 +406,7 @@ def _reference_by_buckets(
     outs, selections = [], []
     for bucket in buckets.buckets:
         rows = inputs._replace(k_compressed=None, v_compressed=None).map(bucket.rows)
-        if spec.gate is not None and inputs.k_compressed is not None and inputs.v_compressed is not None:
+        if spec.gated and inputs.k_compressed is not None and inputs.v_compressed is not None:
             kc, vc = map(bucket.compressed_rows, (inputs.k_compressed, inputs.v_compressed))
             rows = rows._replace(k_compressed=kc, v_compressed=vc)
         given = None if block_indices is None else bucket.rows(block_indices)

@@ -10,13 +10,14 @@ queries and S keys. t, s, i, j are positions of queries, keys, compressed tokens
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.attention.layout import WHOLE, Packing, Span
+from tercet.attention.spec import SCORERS
 from tercet.attention.tiling import Tile, compute_dtype, segments, tiled_attention
 
 # Logits that block_lse computes at once.
@@ -261,8 +262,8 @@ def own_scores(q: Tensor, k: Tensor, row: Tensor | None, position: Tensor, block
     return torch.cat([x.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax((2, -1)) for x in logits])
 
 
-TOKEN_SCORES = {"learned": selector_scores, "own": own_scores}
-"""Scorers that read the queries and keys of single tokens."""
+def _token_scores(scorer: str) -> Callable[..., Tensor]:
+    return SCORERS[scorer].score or {"learned": selector_scores, "own": own_scores}[scorer]
 
 
 @torch.no_grad()
@@ -281,7 +282,7 @@ def select_by_tokens(
             row = torch.arange(first, end, device=q.device) - start
             known = None if segment.packing is None and start == segment.first else row
             for b in range(batch):
-                scores = TOKEN_SCORES[scorer](q[b, queries], k[b, keys], known, t, blocks, config.select_block)
+                scores = _token_scores(scorer)(q[b, queries], k[b, keys], known, t, blocks, config.select_block)
                 indices[b, queries] = select(scores.transpose(0, 1), t, config).transpose(0, 1)
     return indices
 
@@ -291,7 +292,7 @@ def select_at(q: Tensor, k: Tensor, t: Tensor, config: NSAConfig, scorer: str = 
     """`select_by_tokens` for queries at positions t [B, C] of whole rows of keys [B, T, G, size]."""
     blocks, found = config.num_blocks(k.shape[1]), []
     for own_q, own_k, own_t in zip(q, k, t, strict=True):
-        scores = TOKEN_SCORES[scorer](own_q, own_k, None, own_t, blocks, config.select_block)
+        scores = _token_scores(scorer)(own_q, own_k, None, own_t, blocks, config.select_block)
         found.append(select(scores.transpose(0, 1), own_t, config).transpose(0, 1))
     return torch.stack(found)
 

@@ -26,7 +26,7 @@ from tercet.attention.layout import (
     move_rows,
     why_no_query_range,
 )
-from tercet.attention.spec import AttentionSpec
+from tercet.attention.spec import SCORERS, AttentionSpec, without_kernel
 from tercet.attention.tiling import compute_dtype
 
 
@@ -47,7 +47,8 @@ class TokenScorer(NamedTuple):
 
     queries: Tensor
     keys: Tensor
-    kind: str = "learned"  # or "own"
+    kind: str = "learned"
+    """Its name in `spec.SCORERS`."""
     pooled: PooledGroups | None = None
 
     def with_keys(self, fetch: Callable[[Tensor], Tensor]) -> TokenScorer:
@@ -84,7 +85,7 @@ def check_channels(channels: Tensor, groups: int, size: int) -> None:
 
 
 def own_scorer(q: Tensor, k: Tensor, channels: Tensor | None, spec: AttentionSpec) -> TokenScorer:
-    """The scorer `own`: the branch's rotated queries and keys, of some channels [c] or [G, c]; None: all."""
+    """A scorer like `own`: the branch's rotated queries and keys, of some channels [c] or [G, c]; None: all."""
     q, k = q.detach(), k.detach()
     groups, pooled = k.shape[2], None
     if spec.exact_groups is not None and len(spec.exact_groups) < groups:
@@ -99,7 +100,7 @@ def own_scorer(q: Tensor, k: Tensor, channels: Tensor | None, spec: AttentionSpe
     elif channels is not None:
         of_heads = channels.repeat_interleave(q.shape[2] // max(k.shape[2], 1), 0)
         q, k = q.gather(-1, of_heads.expand(*q.shape[:-1], -1)), k.gather(-1, channels.expand(*k.shape[:-1], -1))
-    return TokenScorer(q, k, "own", pooled)
+    return TokenScorer(q, k, spec.scorer, pooled)
 
 
 def _of_groups(x: Tensor, groups: Sequence[int], among: int) -> Tensor:
@@ -156,7 +157,8 @@ def _choose_by_tokens(
 ) -> Tensor:
     queries, keys = scorer.queries.detach(), scorer.keys.detach()
     tensors = {"q": queries, "k_selected": keys, "v_selected": keys}
-    backend, _ = choose_backend(backend, tensors, config, why_no_query_range(span, packing, ("selected",)))
+    obstacle = without_kernel(scorer.kind) or why_no_query_range(span, packing, ("selected",))
+    backend, _ = choose_backend(backend, tensors, config, obstacle)
     with without_autocast(queries.device.type):
         if backend == "triton":
             from tercet.attention import kernels
@@ -177,7 +179,7 @@ def check_selector(selector: TokenScorer, q: Tensor, k_selected: Tensor) -> None
         return
     checks.check_tensors({"selector queries": queries, "selector keys": keys})
     for name, x, tokens in (("queries", queries, q), ("keys", keys, k_selected)):
-        heads = tokens.shape[2] if kind == "own" else k_selected.shape[2]
+        heads = tokens.shape[2] if SCORERS[kind].reads == "branch" else k_selected.shape[2]
         expected = [*tokens.shape[:2], heads, queries.shape[-1]]
         if list(x.shape) != expected:
             raise ValueError(

@@ -5,16 +5,26 @@ NSA, two-branch, block-sparse, window and dense attention are values of it; ever
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from tercet.attention.config import BRANCHES, NSAConfig, check_branches
 
-SCORERS = ("compressed", "own", "learned")
-"""What chooses blocks: compressed tokens (or means of keys, without a gate), the model's own queries and keys, or
-learned projections."""
-TOKEN_SCORERS = ("own", "learned")
-"""Scorers that read the queries and keys of single tokens."""
+
+class Scorer(NamedTuple):
+    """What chooses blocks."""
+
+    reads: str
+    """compressed: compressed tokens, or means of keys without a gate. branch: queries and keys of the selected branch,
+    in their slowest channels. projections: queries and keys of a BlockSelector."""
+    score: Callable[..., Any] | None = None
+    """(queries [S, H, size], keys [T, G, size], row, position, blocks, block) -> scores [S, G, blocks], as
+    `reference.own_scores`; None: one of reference.py's, which the kernels compute too."""
+
+
+SCORERS = {"compressed": Scorer("compressed"), "own": Scorer("branch"), "learned": Scorer("projections")}
+"""All scorers by name. An entry added here works in every form and mode, in PyTorch."""
 GATES = ("sigmoid", "softmax")
 
 
@@ -68,13 +78,28 @@ class AttentionSpec:
     @property
     def kind(self) -> str:
         """As model.attention names it."""
-        if self.gate is not None or "selected" in self.branches:
+        if self.gated or self.selects:
             return "nsa"
         return self.branches[0]
 
     @property
+    def gated(self) -> bool:
+        """Whether gates mix branches, each with keys and values of its own."""
+        return self.gate is not None
+
+    @property
     def selects(self) -> bool:
         return "selected" in self.branches
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether single tokens score the blocks."""
+        return self.selects and SCORERS[self.scorer].reads != "compressed"
+
+    @property
+    def by_branch(self) -> bool:
+        """Whether the queries and keys of the selected branch score the blocks."""
+        return self.selects and SCORERS[self.scorer].reads == "branch"
 
     @property
     def sparse(self) -> bool:
@@ -84,19 +109,17 @@ class AttentionSpec:
     @property
     def compresses(self) -> bool:
         """Whether the layer has compressed tokens: for their branch, or for the choice of blocks."""
-        return self.gate is not None and (
-            "compressed" in self.branches or (self.selects and self.scorer == "compressed")
-        )
+        return self.gated and ("compressed" in self.branches or (self.selects and self.scorer == "compressed"))
 
     @property
     def pools(self) -> bool:
         """Whether blocks are chosen by means of the keys that are read."""
-        return self.gate is None and self.selects and self.scorer == "compressed"
+        return not self.gated and self.selects and self.scorer == "compressed"
 
     @property
     def kv_sets(self) -> tuple[int, int]:
         """Sets of keys and of values that a layer projects."""
-        if self.gate is None or self.shared_kv:
+        if not self.gated or self.shared_kv:
             return 1, 1
         return (3 - self.compress_selected_keys, 3) if self.compresses else (2, 2)
 
@@ -118,6 +141,11 @@ def check_exact_groups(groups: Iterable[int] | None, scorer: str, kv_heads: int 
     if len(set(groups)) != len(groups) or not set(groups) <= set(range(most)):
         known = "KV heads" if kv_heads is None else f"of the KV heads 0 … {kv_heads - 1}"
         raise ValueError(f"exact_groups={shown}: expected {known}, each at most once")
+
+
+def without_kernel(scorer: str) -> str | None:
+    """Why the kernels do not choose blocks by this scorer; None if they do."""
+    return f"the kernels have no scorer {scorer}" if SCORERS[scorer].score is not None else None
 
 
 def block_sparse(

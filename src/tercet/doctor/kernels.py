@@ -103,7 +103,7 @@ def compare(
     def tensor(*shape: int) -> Any:
         return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_(True)
 
-    gated = model.spec("nsa").gate is not None
+    gated = model.spec("nsa").gated
     operator: Callable[..., Any] = nsa_attention if gated else block_sparse_attention
     scored = {}
     if not gated and model.selector == "own":

@@ -79,14 +79,14 @@ def hf(
         print(note)
     model, two_stages = imported.run.model, imported.run.model.selector == "learned" and not imported.restored
     if imported.exact_length is not None:
-        gated = "nsa" in model.attention_kinds and model.gate != "none"
-        gates = f"gates start with the {cover} branch open: " if gated else ""
+        gated = model.spec("nsa").gated
+        gates = f"gates start with the {cover} branch open: " if gated and "nsa" in model.attention_kinds else ""
         print(f"{gates}equal to the dense model up to {imported.exact_length:,} tokens")
         length = imported.run.data.seq_len
-        if model.gate == "none" and length <= imported.exact_length and not two_stages:
+        if not gated and length <= imported.exact_length and not two_stages:
             print(f"attention is still dense in sequences of {length:,} tokens: to train it sparse, use a longer "
                   "--data.seq_len, or import with --seq_len")  # fmt: skip
-        if model.gate == "none" and model.selector == "compressed":
+        if not gated and model.selector == "compressed":
             print("blocks are chosen by the means of their keys: if you can train the model, import it with --selector "
                   "learned, which retrieves far more from long texts")  # fmt: skip
     if not (source / "tokenizer.json").is_file():

@@ -97,7 +97,7 @@ def check_family(config: ModelConfig, family: str) -> None:
     kinds = set(config.attention_kinds)
     rules = {
         "attention": (
-            kinds <= {"dense", "nsa"} and ("nsa" not in kinds or config.gate == "none"),
+            kinds <= {"dense", "nsa"} and ("nsa" not in kinds or not config.spec("nsa").gated),
             "only dense and block-sparse (model.gate = none) layers have a dense model's weights",
         ),
         "value_dim": (config.head_value_dim == config.head_dim, "value heads must be as large as key heads"),

@@ -136,7 +136,7 @@ class Attention(nn.Module):
 
     def _make_norms(self, qk_norm: bool, eps: float | None) -> None:
         self.q_norm = nn.RMSNorm(self.head_dim, eps=eps) if qk_norm else None
-        if self.spec.gate is None:
+        if not self.spec.gated:
             self.k_norm = nn.RMSNorm(self.head_dim, eps=eps) if qk_norm else None
         else:
             norms = (nn.RMSNorm(self.head_dim, eps=eps) for _ in range(self.key_sets))
@@ -147,7 +147,7 @@ class Attention(nn.Module):
         """The norm of each set of keys; none without QK norm."""
         if self.q_norm is None:
             return []
-        return [self.k_norm] if self.spec.gate is None else list(self.k_norms)  # type: ignore[list-item, arg-type]
+        return [self.k_norm] if not self.spec.gated else list(self.k_norms)  # type: ignore[list-item, arg-type]
 
     # ------------------------------------------------------------ what ran, and initial weights
 
@@ -266,10 +266,10 @@ class Attention(nn.Module):
         inputs = self.inputs(x, packing, rope)
         # without a choice, blocks are chosen only to count them or for the selector's loss
         wanted = self.stats.enabled or (self.selector is not None and sampled is not None)
-        wanted = wanted and self.spec.gate is None and self.spec.selects
+        wanted = wanted and not self.spec.gated and self.spec.selects
         longest = x.shape[1] if packing is None else packing.max_seqlen
         scorer = None
-        if self.spec.gate is not None or wanted or longest > self.spec.reads_all_below:
+        if self.spec.gated or wanted or longest > self.spec.reads_all_below:
             scorer = self._scorer(x, inputs, packing, rope)
         fuse_output = self.gate is not None and not self.keep_sum and are_plain(self.o_proj)
         found = attend(
@@ -293,7 +293,7 @@ class Attention(nn.Module):
         return self._own_scorer(inputs.q, inputs.k_selected)
 
     def _own_scorer(self, q: Tensor, k: Tensor | None) -> TokenScorer | None:
-        if k is None or not self.spec.selects or self.spec.scorer != "own":
+        if k is None or not self.spec.by_branch:
             return None
         return own_scorer(q, k, self.score_channels, self.spec)
 
@@ -412,7 +412,7 @@ class Attention(nn.Module):
         if self.q_norm is not None:
             q = self.q_norm(q)
             key_sets = [norm(k) for norm, k in zip(self.key_norms, key_sets, strict=True)]
-        if self.spec.gate is None:
+        if not self.spec.gated:
             name = "window" if "window" in self.spec.branches else "selected"
             k = rotate(key_sets[0], cos_sin, self.backend)
             return rotate(q, cos_sin, self.backend), None, {name: k}, {name: value_sets[0]}
@@ -502,7 +502,7 @@ class Attention(nn.Module):
     ) -> Attended:
         """New tokens after those of a cache. reason: why the kernels cannot run them."""
         spec, q = self.spec, inputs.q
-        if spec.dense or (spec.gate is None and spec.selects and new.longest <= spec.reads_all_below):
+        if spec.dense or (not spec.gated and spec.selects and new.longest <= spec.reads_all_below):
             name, why = decode.cached_dense_route(q, cache, new)
             why = (reason or why) if spec.dense else why
             return Attended(decode.cached_dense_attention(q, cache, new), None, ("dense",), (name, why))
@@ -546,10 +546,10 @@ class Attention(nn.Module):
             scorer = self._own_scorer(q, keys.get("selected"))
         elif self.spec.exact_groups is not None:
             scorer = self._own_scorer(q, cache.all(new)[0].to(q.dtype))
-        elif self.spec.selects and self.spec.scorer == "own":
+        elif self.spec.by_branch:
             of = cache.scored_channels
             queries = q if of is None else q.index_select(-1, of)
-            scorer = TokenScorer(queries, cache.selector_keys(new).to(q.dtype), "own")
+            scorer = TokenScorer(queries, cache.selector_keys(new).to(q.dtype), self.spec.scorer)
         compressed: tuple[Tensor | None, Tensor | None] = (None, None)
         if new.fresh:
             compressed = self._compress_prompt(raw_k, keys, values, rope)

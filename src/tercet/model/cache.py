@@ -90,7 +90,7 @@ class Cache:
         self.spec, self.config = spec, spec.blocks
         self.keeps_tokens = spec.selects or spec.dense
         self.keeps_window = "window" in spec.branches and not (spec.shared_kv and self.keeps_tokens)
-        own = spec.selects and spec.scorer == "own" and spec.exact_groups is None
+        own = spec.by_branch and spec.exact_groups is None
         self.scored_channels = slow_channels(key["head_dim"], device) if own else None
         """Of the selected branch's keys, for the scorer `own`; None: all, or another scorer."""
         self.selector_size = 0 if self.scored_channels is None else len(self.scored_channels)

@@ -16,7 +16,7 @@ from tercet.attention.config import (
     check_sizes,
     reads_compressed,
 )
-from tercet.attention.spec import DENSE, AttentionSpec, block_sparse, check_exact_groups, window
+from tercet.attention.spec import DENSE, SCORERS, AttentionSpec, block_sparse, check_exact_groups, window
 
 AttentionKind = Literal["nsa", "dense", "window"]
 Branch = Literal["compressed", "selected", "window"]
@@ -168,7 +168,7 @@ class ModelConfig(BaseModel):
     compress_selected_keys: bool = False
     """Compress the selected branch's keys instead of separate ones, so that blocks are selected by the keys that
     will be read; values stay separate."""
-    selector: Literal["compressed", "own", "learned"] = "compressed"
+    selector: str = "compressed"
     """What chooses the blocks. compressed: the compressed branch, as in the paper, or means of keys with gate = none.
     own: the queries and keys of the branch itself, without parameters. learned: separate small projections that learn
     to choose."""
@@ -227,6 +227,13 @@ class ModelConfig(BaseModel):
         if not isinstance(layers, list | tuple):
             return layers
         return [() if x == "none" else x.split(",") if isinstance(x, str) else x for x in layers]
+
+    @field_validator("selector")
+    @classmethod
+    def _known_selector(cls, selector: str) -> str:
+        if selector not in SCORERS:
+            raise ValueError(f"{selector!r} is unknown: pick one of {', '.join(SCORERS)}")
+        return selector
 
     @field_validator("branches")
     @classmethod
@@ -297,7 +304,7 @@ class ModelConfig(BaseModel):
     @property
     def attention_names(self) -> tuple[str, ...]:
         """The attention of each layer in messages: nsa without gates is called block-sparse."""
-        sparse = "block-sparse" if self.gate == "none" else "nsa"
+        sparse = "block-sparse" if not self.spec("nsa").gated else "nsa"
         return tuple(sparse if kind == "nsa" else kind for kind in self.attention_kinds)
 
     @property
@@ -306,7 +313,7 @@ class ModelConfig(BaseModel):
         learned selector"; empty if they do not."""
         if "nsa" not in self.attention_kinds:
             return ""
-        left_out = self.gate != "none" and len(self.branches) < len(get_args(Branch))
+        left_out = self.spec("nsa").gated and len(self.branches) < len(get_args(Branch))
         branches = f", {'branch' if len(self.branches) == 1 else 'branches'} {' and '.join(self.branches)}"
         selector = "" if self.selector == "compressed" else f", {self.selector} selector"
         return branches * left_out + selector

@@ -103,7 +103,7 @@ def optimizer_numbers(model: ModelConfig, optimizer: str, *, selectors_only: boo
 
 def _has_gates(model: ModelConfig, kind: str) -> bool:
     """Whether a layer gates several branches; block-sparse attention has one and is otherwise as dense."""
-    return kind == "nsa" and model.gate != "none"
+    return model.spec(kind).gated
 
 
 def selector_parameters(model: ModelConfig) -> int:
@@ -143,7 +143,7 @@ def attention_pairs(model: ModelConfig, kind: str, length: int) -> Pairs:
         return Pairs(dense=length * (length + 1) // 2)
     if kind == "window":
         return pairs(model.nsa, length, ("window",))
-    if model.gate == "none":
+    if not model.spec(kind).gated:
         return _block_sparse_pairs(model, length)
     return pairs(model.nsa, length, model.branches)
 

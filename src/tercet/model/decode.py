@@ -26,7 +26,7 @@ from tercet.attention.layout import Span
 from tercet.attention.operator import Attended, AttentionInputs, attend
 from tercet.attention.reference import block_importance, combine, compressed_weights, select, softmax
 from tercet.attention.selector import TokenScorer, choose_at
-from tercet.attention.spec import AttentionSpec
+from tercet.attention.spec import AttentionSpec, without_kernel
 from tercet.attention.tiling import compute_dtype
 from tercet.model.cache import Cache, HostLengths, NewTokens
 from tercet.model.compression import Compression
@@ -64,6 +64,8 @@ def why_not_token_kernels(layer: Any, cache: Cache) -> str | None:
         return f"the cache is on {cache.device} and the kernels need a CUDA device"
     if not layer.phi_is_plain():
         return "the linear layers of φ have hooks or adapters, and the kernels only read weights"
+    if (reason := without_kernel(layer.spec.scorer)) is not None:
+        return reason
     if layer.spec.exact_groups is not None:
         return "the decode kernels choose blocks for all KV heads in the same way, and exact_groups is set"
     from tercet.attention.kernels import decode
@@ -164,7 +166,7 @@ def _decode_token(layer: Any, x: Tensor, cache: Cache, counts: Tensor | None) ->
     gates = None if layer.gate is None else more.pop(0)
     out, read, cache.block_indices = kernels.nsa_step(
         q, kv, gates, kernel_cache(cache), counts, layer.config, kernel_heads(layer, cache), branches=spec.branches,
-        shared=spec.gate is None or spec.shared_kv, softmax_gate=spec.gate == "softmax", norms=norms,
+        shared=not spec.gated or spec.shared_kv, softmax_gate=spec.gate == "softmax", norms=norms,
         phi=None if layer.gate is None else (phi_weights(layer.compress_k), phi_weights(layer.compress_v)),
         absent=_absent(layer), selector=(more[0], more[1]) if more else None,
         dense_below=spec.dense_below if spec.dense_below > layer.config.selected_tokens else 0,
@@ -195,7 +197,7 @@ def kernel_cache(cache: Cache) -> Held:
 def kernel_heads(layer: Any, cache: Cache) -> Heads:
     from tercet.attention.kernels.decode import Heads
 
-    own = layer.spec.selects and layer.spec.scorer == "own"
+    own = layer.spec.by_branch
     size = (cache.selector_size or layer.head_dim) if own else cache.selector_size
     return Heads(layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim, size, own)
 

@@ -145,6 +145,15 @@ class DenseAttention(_Layer):
         super().__init__(dim, heads, kv_heads, head_dim, value_dim, DENSE, **_without(options))
 
 
+def build_layer(spec: AttentionSpec, *sizes: Any, **options: Any) -> Attention:
+    """A layer of any form, as an instance of its class above."""
+    ungated = {"selected": BlockSparseAttention, "window": WindowAttention, "dense": DenseAttention}
+    kind: type[_Layer] = NativeSparseAttention if spec.gated else ungated[spec.branches[0]]
+    layer = kind.__new__(kind)
+    Attention.__init__(layer, *sizes, spec=spec, **options)
+    return layer
+
+
 def _without(options: dict[str, Any], *, selects: bool = False) -> dict[str, Any]:
     """Options without those that only NativeSparseAttention has."""
     keep = {"selector_dim", "selector_rotary"} if selects else set()

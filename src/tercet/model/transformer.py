@@ -17,7 +17,7 @@ from tercet.attention.layout import Packing
 from tercet.model.attention import Attention, check_lengths_have_cache
 from tercet.model.config import ModelConfig
 from tercet.model.ffn import SwiGLU
-from tercet.model.layers import BlockSparseAttention, DenseAttention, NativeSparseAttention, WindowAttention
+from tercet.model.layers import build_layer
 from tercet.model.loss import cross_entropy
 from tercet.model.rope import RopeCache, Rotary, rope_cache
 from tercet.model.selector import EVERY, sample_queries
@@ -71,9 +71,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.rotary = Rotary(
-            config.head_dim, config.rope_theta, config.rope_scaling, config.rope_max_wavelength, config.rope
-        )
+        self.rotary = _rotary(config)
         # Tied: no head at all rather than one parameter with two names, so that checkpoints, shards and weight-decay
         # groups need no special case.
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -200,20 +198,15 @@ class Transformer(nn.Module):
         return cross_entropy(hidden, self._head_weight, targets, compiled=self.compiled)
 
 
-# Settings of the model that attention layers take by the same name.
-_LAYER_OPTIONS = (
-    "compression", "gate", "shared_kv", "compress_selected_keys", "rope_theta", "rope_scaling", "rope_max_wavelength",
-    "rope", "qk_norm", "branches", "backend", "norm_eps", "selector", "selector_dim", "selector_rotary",
-)  # fmt: skip
-
-
 def _build_attention(config: ModelConfig, layer: int) -> Attention:
-    kind = config.attention_kinds[layer]
-    sparse = BlockSparseAttention if config.gate == "none" else NativeSparseAttention
-    build: Any = {"nsa": sparse, "dense": DenseAttention, "window": WindowAttention}[kind]
-    options = {name: getattr(config, name) for name in _LAYER_OPTIONS}
-    options["exact_groups"] = config.spec(kind, layer).exact_groups
-    if config.gate == "none":
-        options["dense_below"] = config.dense_below
-    sizes = (config.dim, config.heads, config.kv_heads, config.head_dim, config.value_dim, config.nsa)
-    return build(*sizes, bias=config.attention_bias, **options)
+    spec = config.spec(config.attention_kinds[layer], layer)
+    return build_layer(
+        spec, config.dim, config.heads, config.kv_heads, config.head_dim, config.value_dim,
+        rotary=_rotary(config), qk_norm=config.qk_norm, bias=config.attention_bias, norm_eps=config.norm_eps,
+        backend="auto" if spec.dense else config.backend,
+        selector_dim=config.selector_dim, selector_rotary=config.selector_rotary,
+    )  # fmt: skip
+
+
+def _rotary(config: ModelConfig) -> Rotary:
+    return Rotary(config.head_dim, config.rope_theta, config.rope_scaling, config.rope_max_wavelength, config.rope)

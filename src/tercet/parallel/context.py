@@ -26,7 +26,6 @@ from tercet.attention.dispatch import Route
 from tercet.attention.layout import Packing, Span
 from tercet.attention.operator import Attended, AttentionInputs, attend
 from tercet.attention.selector import TokenScorer, choose_blocks, own_scorer, select_by_keys
-from tercet.attention.spec import TOKEN_SCORERS
 from tercet.model.attention import Attention
 from tercet.model.compression import mean_keys
 from tercet.model.rope import rotate
@@ -157,11 +156,11 @@ def _attend_sharded(layer: Attention, x: Tensor, shard: ContextShard, sampled: T
         compressed = _fetch_compressed(layer, raw_k, values["compressed"], shard)
     call = _ShardedCall(layer, shard, q, None if layer.gate is None else layer.gate(x), compressed, pending)
     scored_k = None
-    if spec.selects and spec.scorer in TOKEN_SCORERS:
+    if spec.by_tokens:
         call.indices, scored_k = _choose_blocks(layer, q, keys["selected"], x, shard)
     elif spec.pools:
         call.indices = _choose_by_mean_keys(layer, q, keys["selected"], shard)
-    if spec.gate is not None:
+    if spec.gated:
         call.run("compressed", "window")
     call.run("selected", "window", "dense")
 
@@ -220,7 +219,7 @@ class _ShardedCall:
                 name = "selected" if branch == "dense" else branch
                 (k, v), tokens = self.pending[name](), chunk.ranges[name]
                 kv[name], first_key[name] = (k[:, tokens.rows], v[:, tokens.rows]), tokens.first
-        if spec.gate is not None:  # any tensors for a branch that does not run
+        if spec.gated:  # any tensors for a branch that does not run
             unread: Any = next(iter(kv.values()), self.compressed)
             kv = {"selected": unread, "window": unread} | kv
         keys, values = ({name: pair[i] for name, pair in kv.items()} for i in range(2))
@@ -229,7 +228,7 @@ class _ShardedCall:
             AttentionInputs.of_branches(self.q[:, chunk.rows], self.compressed, keys, values, gates),
             replace(spec, branches=branches), packing=self.shard.packing, backend=self.layer.backend,
             block_indices=self.indices[index] if self.indices else None,
-            select=spec.gate is not None and spec.selects,
+            select=spec.gated and spec.selects,
             span=Span(chunk.first, first_key["selected"], first_key["window"]),
         )  # fmt: skip
 

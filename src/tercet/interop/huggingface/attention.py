@@ -24,7 +24,7 @@ from tercet.attention.config import NSAConfig
 from tercet.attention.layout import WHOLE, Packing, RowMap, Span, move_rows
 from tercet.attention.operator import AttentionInputs, attend
 from tercet.attention.selector import TokenScorer, own_scorer, pool_keys, slow_channels
-from tercet.attention.spec import AttentionSpec, block_sparse
+from tercet.attention.spec import SCORERS, AttentionSpec, block_sparse
 from tercet.interop.huggingface.support import (
     LOCAL,
     NAME,
@@ -72,8 +72,9 @@ def use_block_sparse(
                     choose by means of keys. Empty: all choose by it
     """
     config = NSAConfig() if config is None else config
-    if scorer not in ("own", "compressed"):
-        raise UnsupportedError(f"scorer={scorer!r} is unknown: pick one of own, compressed")
+    known = [name for name, each in SCORERS.items() if each.reads != "projections"]
+    if scorer not in known:
+        raise UnsupportedError(f"scorer={scorer!r} is unknown: pick one of {', '.join(known)}")
     block_sparse(config, scorer, dense_below)  # which checks them
     check_model(model)
     stored = model.config.get_text_config()
@@ -467,7 +468,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, channels: Tens
 
 
 def _scorer(q: Tensor, k: Tensor, spec: AttentionSpec, channels: Tensor | None) -> TokenScorer | None:
-    return own_scorer(q, k, channels, spec) if spec.scorer == "own" else None
+    return own_scorer(q, k, channels, spec) if spec.by_branch else None
 
 
 def _read_chosen(

@@ -65,7 +65,7 @@ def exact_length(config: ModelConfig, windows: Sequence[int | None], cover: str)
     windows: those of the original."""
     nsa = config.nsa
     blocks = max(config.dense_below, nsa.selected_tokens)
-    sparse = nsa.window if cover == "window" and config.gate != "none" else blocks
+    sparse = nsa.window if cover == "window" and config.spec("nsa").gated else blocks
     limits = [
         sparse if kind == "nsa" else nsa.window
         for kind, window in zip(config.attention_kinds, windows, strict=True)
@@ -77,7 +77,7 @@ def exact_length(config: ModelConfig, windows: Sequence[int | None], cover: str)
 def saved_options(saved: ModelConfig) -> dict[str, Any]:
     """Model settings for the entry `tercet` of a config.json, as an export or `use_block_sparse` left it.
     `model_config` replaces those that the rest of config.json describes."""
-    if "nsa" in saved.attention_kinds and saved.gate != "none":
+    if "nsa" in saved.attention_kinds and saved.spec("nsa").gated:
         raise ForeignModelError(
             f"config.json: tercet.gate={saved.gate}: a dense model's weights need gate=none; to convert them, pass "
             "--attention"
