@@ -31,12 +31,14 @@ def test_outputs_and_gradients_are_those_of_eager_code(model):
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
-def test_with_a_cache_and_padding(model, padding: str):
+def test_with_a_cache_and_padding(model, padding: str, monkeypatch):
+    for layer in model.model.layers[1:]:  # on the left, the model's choice depends on what it computes for padding
+        monkeypatch.setattr(layer.self_attn.indexer, "topk_blocks", 8 if padding == "left" else 3)
     tokens, mask = some_tokens(2, 60), torch.ones(2, 60, dtype=torch.long)
     if padding != "none":
         mask[0, slice(0, 13) if padding == "left" else slice(50, 60)] = 0
     results = []
-    for name in ("eager", "tercet"):
+    for name in ("sdpa" if padding == "left" else "eager", "tercet"):  # eager gives NaN there
         model.set_attn_implementation(name)
         cache, parts = DynamicCache(config=model.config), []
         with torch.no_grad():

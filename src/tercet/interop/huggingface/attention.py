@@ -486,8 +486,9 @@ def _read_chosen(
         column = torch.arange(k.shape[1], device=q.device)
         causal = column <= torch.arange(first, k.shape[1], device=q.device)[:, None]
         read = read & causal & layout.real.to(q.device)[:, None, None]
-        read = read | ~read.any(-1, keepdim=True)  # padding, whose output must be finite
-        return _sdpa(q, k, v, read.repeat_interleave(q.shape[2] // k.shape[2], 1))
+        # padding reads all alike, as in eager code: the model scores its keys, too
+        hidden = torch.zeros(read.shape, dtype=q.dtype, device=q.device).masked_fill(~read, torch.finfo(q.dtype).min)
+        return _sdpa(q, k, v, hidden.repeat_interleave(q.shape[2] // k.shape[2], 1))
     spec = block_sparse(NSAConfig(size, size, size, count, select_initial=0, select_local=1))
     none = torch.iinfo(chosen.dtype).max
     ascending = chosen.masked_fill(chosen < 0, none).sort(-1).values
