@@ -130,6 +130,14 @@ def test_shards_of_another_tokenizer_are_rejected(shards, read, small_bpe):
         read(DataConfig(source="shards", path=str(shards), tokenizer=str(small_bpe), seq_len=16), 1)
 
 
+def test_shards_whose_documents_end_with_another_token_say_which(source, tmp_path, small_bpe, read):
+    prepare(source.model_copy(update={"tokenizer": str(small_bpe)}), tmp_path / "bpe", workers=1)
+    other = next(token for token, id_ in json.loads(small_bpe.read_text())["model"]["vocab"].items() if id_ > 50)
+    data = DataConfig(source="shards", path=str(tmp_path / "bpe"), tokenizer=str(small_bpe), eos_token=other)
+    with pytest.raises(DataError, match=r"end with '(.*)', not with eos_token='.*': set data.eos_token to '\1'"):
+        read(data, 1)
+
+
 def test_shards_accept_a_tokenizer_that_encodes_alike(source, tmp_path, small_bpe, read):
     out, other = tmp_path / "bpe", tmp_path / "other.json"
     prepare(source.model_copy(update={"tokenizer": str(small_bpe)}), out, workers=1)

@@ -250,6 +250,13 @@ def _check_tokenizer(folder: Path, manifest: dict[str, Any], tokenizer: Tokenize
     specials = not manifest["source"].keys().isdisjoint(("special_tokens", "chat_template"))
     if isinstance(tokenizer, LibraryTokenizer) and tokenizer.encodes_as(saved, used["fingerprint"], specials):
         return
+    alike = isinstance(tokenizer, LibraryTokenizer) and used["vocab_size"] == tokenizer.vocab_size
+    if alike and used["eos_id"] != tokenizer.eos_id:
+        theirs, ours = (tokenizer.token(id_) for id_ in (used["eos_id"], tokenizer.eos_id))  # type: ignore[attr-defined]
+        raise OtherTokenizer(
+            f"the documents in {folder} end with {theirs!r}, not with eos_token={ours!r}",
+            f"set data.eos_token to {theirs!r}, or prepare the shards again",
+        )
     raise OtherTokenizer(
         f"{folder} was tokenized with {used['name']}, not with tokenizer={tokenizer.name}",
         f"set data.tokenizer to {'byte' if used['name'] == 'byte' else saved}, or prepare the shards again",

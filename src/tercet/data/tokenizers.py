@@ -256,6 +256,10 @@ class LibraryTokenizer:
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{self._library.to_str()}\n{self.eos_id}".encode()).hexdigest()[:32]
 
+    def token(self, id_: int) -> str | None:
+        """Its text; None if there is no such token."""
+        return self._library.id_to_token(id_)
+
     def same_tokens(self, other: Tokenizer) -> bool:
         """Whether a text has the same tokens with the other tokenizer, which may end documents with another EOS."""
         return isinstance(other, LibraryTokenizer) and self._encoding() == other._encoding() | {"eos_id": self.eos_id}
@@ -264,7 +268,7 @@ class LibraryTokenizer:
         """Whether texts have the same tokens with the tokenizer.json at `path`, if that still has this fingerprint.
         specials: including special tokens."""
         try:
-            other = _from_file(path, str(path), self._library.id_to_token(self.eos_id) or "")
+            other = _from_file(path, str(path), self.token(self.eos_id) or "")
         except DataError:  # unreadable, or without this EOS
             return False
         return other.fingerprint == fingerprint and other._encoding(specials) == self._encoding(specials)
