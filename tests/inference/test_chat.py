@@ -10,7 +10,7 @@ import pytest
 import tercet
 from inference.models import language_model
 from tercet.cli import main
-from tercet.inference.prompts import PromptError, tokenize_prompts
+from tercet.inference.arguments import PromptError, tokenize_prompts
 
 TEMPLATE = (
     "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tool first') }}{% endif %}"
@@ -81,7 +81,7 @@ def test_the_command_prints_answers_only(folder, model, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["text"] == wanted
 
     seen = []
-    monkeypatch.setattr("tercet.inference.prompts._render", lambda messages, *_: seen.append(messages) or "x")
+    monkeypatch.setattr("tercet.inference.arguments._render", lambda messages, *_: seen.append(messages) or "x")
     lines = iter(["one", "two"])
     monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or (_ for _ in ()).throw(EOFError))
     terminal = io.StringIO()

@@ -25,7 +25,6 @@ from tercet.data.prepare import prepare, train_bpe
 from tercet.data.tokenizers import ByteTokenizer, LibraryTokenizer, text_bytes
 from tercet.errors import TercetError
 from tercet.inference.load import load_model
-from tercet.inference.needle import default_lengths, find_needles
 from tercet.inference.perplexity import (
     ContextLoss,
     by_position,
@@ -36,7 +35,7 @@ from tercet.inference.perplexity import (
     within_documents,
 )
 from tercet.inference.plots import context_plot, needle_map, recall_plot
-from tercet.inference.recall import recall_by_distance, window_reach
+from tercet.inference.recall import default_lengths, find_needles, recall_by_distance, window_reach
 from tercet.inference.selection_map import record_selections, selection_page
 from tercet.model.config import ModelConfig
 

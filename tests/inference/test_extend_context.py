@@ -11,7 +11,7 @@ import pytest
 from runs import small
 from tercet.cli import main
 from tercet.config.load import load, write_config
-from tercet.inference.extend_context import extend_context_command
+from tercet.inference.arguments import extend_context_command
 
 
 @pytest.fixture(autouse=True)

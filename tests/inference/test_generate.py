@@ -11,9 +11,9 @@ import tercet
 from inference.models import AS_M7C, language_model
 from tercet.cli import main
 from tercet.errors import TercetError
+from tercet.inference.arguments import PromptError
 from tercet.inference.decoder import CachedDecoder, UncachedDecoder
 from tercet.inference.generate import Timing, stream
-from tercet.inference.prompts import PromptError
 from tercet.model.rope import Rotary
 
 KINDS = {

@@ -16,8 +16,7 @@ import torch
 from runs import small
 from tercet.data.loader import build_loader
 from tercet.inference.load import LanguageModel
-from tercet.inference.needle import find_needles
-from tercet.inference.recall import recall_by_distance, window_reach
+from tercet.inference.recall import find_needles, recall_by_distance, window_reach
 
 TASK = {
     "model__layers": 1, "model__dim": 32, "model__heads": 2, "model__head_dim": 16, "model__ffn_dim": 64,

@@ -1,19 +1,32 @@
-"""Arguments of `tercet generate` and `tercet eval`, and the checks of them that need no torch."""
+"""What `tercet generate` and `tercet eval` check and read without torch: arguments, the model's folder and tokenizer,
+prompts, and the command that trains a model at a longer length.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union
 
+from tercet import hints
 from tercet.atomic_io import check_writable
 from tercet.config.data import DataConfig
 from tercet.config.flags import Arg
+from tercet.config.load import ConfigError, load
+from tercet.config.load import load as load_config
+from tercet.config.schema import RunConfig
 from tercet.data.files import SUFFIXES, check_paths
+from tercet.data.tokenizers import ChatError, LibraryTokenizer, Tokenizer, load_tokenizer
 from tercet.errors import UsageError
-from tercet.train import manifest
+from tercet.parse import one_line_errors
+from tercet.train import manifest, resume
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 Run = Annotated[Path, Arg("A run folder (its newest checkpoint), a checkpoint, or a folder of imported weights.")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], Arg("Device to run on.")]
@@ -139,3 +152,187 @@ def read_prompt_file(path: Path) -> str:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise UsageError(f"standard input is not UTF-8 text (byte {error.start}): convert it") from None
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    run: RunConfig
+    source: Path  # a checkpoint, or a folder of weights
+    step: int
+
+    @property
+    def context(self) -> int:
+        """The sequence length it was trained with."""
+        return self.run.data.seq_len
+
+
+def find_model(path: str | Path, *, verify: bool = False) -> StoredModel:
+    """The model of a run folder (its newest checkpoint), a checkpoint, or a folder of weights.
+
+    verify: check the checkpoint's checksums, and skip a damaged one of a run folder.
+    """
+    path = check_model(path)
+    if has_weights(path):
+        return StoredModel(load_config(file=path / CONFIG).config, path, 0)
+    found = _checkpoint(path, verify)
+    with one_line_errors(ModelError, f"{found.path}: {manifest.RUN_STATE} is damaged: restore it from a backup"):
+        step = int(found.run_state["step"])
+        return StoredModel(resume.saved_config(found).at_step(step), found.path, step)
+
+
+def stored_tokenizer(run: RunConfig, source: Path | None) -> Tokenizer:
+    """The tokenizer of a model's training data: the copy next to its weights if there is one."""
+    data, copy = run.data, None
+    if source is not None and data.tokenizer != "byte":
+        copy = source / manifest.TOKENIZER if has_weights(source) else manifest.saved_tokenizer(source)
+    return load_tokenizer(str(copy) if copy is not None and copy.is_file() else data.tokenizer, data.eos_token)
+
+
+def _checkpoint(path: Path, verify: bool) -> resume.FoundCheckpoint:
+    inside = [folder for folder in (path / "checkpoints", path) if manifest.complete_checkpoints(folder)]
+    # `auto` skips damaged checkpoints of a run; an explicitly named checkpoint must be intact.
+    found = resume.find_checkpoint("auto" if inside else str(path), inside[0] if inside else path, verify=verify)
+    assert found is not None
+    return found
+
+
+Conversation: TypeAlias = Sequence[Mapping[str, Any]]  # messages: {"role": ..., "content": ...}
+Prompts: TypeAlias = Union[
+    str, Sequence[int], Conversation, Sequence[str], Sequence[Sequence[int]], Sequence[Conversation], "Tensor"
+]
+
+
+class PromptError(UsageError):
+    """An invalid prompt or generation option."""
+
+
+def is_single(prompts: Prompts) -> bool:
+    """Whether this is one prompt, not a batch."""
+    if not isinstance(prompts, Sequence):
+        return prompts.dim() == 1
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, Mapping)))
+
+
+def end_tokens(prompts: Prompts, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokens that end an answer: EOS, and what ends the assistant's turn in a conversation."""
+    if tokenizer is None:
+        return ()
+    first = prompts[0] if isinstance(prompts, Sequence) and len(prompts) else None
+    chat = _is_conversation(prompts) or _is_conversation(first)
+    turn_end = tokenizer.turn_end if chat and isinstance(tokenizer, LibraryTokenizer) else None
+    return (tokenizer.eos_id,) if turn_end in (None, tokenizer.eos_id) else (tokenizer.eos_id, turn_end)
+
+
+def _is_conversation(prompt: object) -> bool:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def tokenize_prompts(prompts: Prompts, tokenizer: Tokenizer | None, vocab_size: int) -> list[list[int]]:
+    """The tokens of every prompt: at least one each, all within the vocabulary."""
+    listed = prompts if isinstance(prompts, Sequence) else prompts.tolist()
+    batch = [listed] if is_single(prompts) else list(listed)
+    if not batch:
+        raise PromptError("no prompt given: give at least one")
+    names = _names(len(batch))
+    rows = [_tokenize(prompt, name, tokenizer) for prompt, name in zip(batch, names, strict=True)]
+    for row, name in zip(rows, names, strict=True):
+        _check_tokens(row, name, vocab_size)
+    return rows
+
+
+def required_context(rows: list[list[int]], max_new_tokens: int, context: int | None) -> int:
+    """Tokens of the longest prompt plus its answer; raises PromptError if that exceeds `context`."""
+    sizes = [len(row) for row in rows]
+    longest = max(sizes)
+    needed = longest + max_new_tokens
+    if context is not None and needed > context:
+        name = _names(len(rows))[sizes.index(longest)]
+        fits = f"ask for at most {context - longest} new tokens, " if longest < context else "shorten it, "
+        raise PromptError(
+            f"{name} has {longest} tokens; with max_new_tokens={max_new_tokens} that makes {needed}, "
+            f"over the context of {context}: {fits}or allow it with context={needed} (--context {needed})"
+        )
+    return needed
+
+
+def _names(count: int) -> list[str]:
+    return ["the prompt"] if count == 1 else [f"prompt {i}" for i in range(count)]
+
+
+def _tokenize(prompt: object, name: str, tokenizer: Tokenizer | None) -> list[int]:
+    if _is_conversation(prompt):
+        prompt = _render(prompt, name, tokenizer)
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise PromptError(f"{name} is text, but there is no tokenizer: give token IDs, or tokenizer=…")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(
+                f"{name} is not valid UTF-8: character {error.start} ({prompt[error.start]!r}) is a lone surrogate; "
+                "give UTF-8 text"
+            ) from None
+        return tokenizer.encode(prompt, specials=True)
+    if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
+        return list(prompt)
+    raise PromptError(f"{name} is {type(prompt).__name__}: give text or a list of token IDs")
+
+
+def _render(messages: Any, name: str, tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None or tokenizer.chat is None:
+        which = "there is no tokenizer" if tokenizer is None else f"tokenizer {tokenizer.name} has no chat template"
+        raise PromptError(
+            f"{name} is a conversation, but {which}: put tokenizer_config.json or chat_template.jinja next to its "
+            "tokenizer.json, or give plain text"
+        )
+    try:
+        return tokenizer.chat.render(list(messages), answer=True, today=True)[0]
+    except ChatError as error:
+        raise PromptError(f"{name} cannot be rendered: {error}") from None
+
+
+def _check_tokens(row: list[int], name: str, vocab_size: int) -> None:
+    if not row:
+        raise PromptError(f"{name} is empty: give at least one token")
+    for position, token in enumerate(row):
+        if not 0 <= token < vocab_size:
+            raise PromptError(
+                f"{name}: token {token} at position {position} is outside the vocabulary, 0 to {vocab_size - 1}: "
+                "is it from another tokenizer?"
+            )
+
+
+def extend_context_command(run: Path, length: int) -> str:
+    """The command, with NEW as the run folder to choose; if none would be valid, the keys to set."""
+    run = run.expanduser()
+    weights = run / WEIGHTS if has_weights(run) else run
+    file = next((f for f in (run / CONFIG, manifest.run_of(run) / CONFIG) if f.is_file()), None)
+    try:
+        if file is not None:
+            return _train_command(file, weights, length)
+    except ConfigError:
+        pass
+    return (
+        f"train with its configuration, train.init_from={weights}, data.seq_len={length}, and a train.tokens_per_step "
+        "that is a multiple of train.micro_batch × data.seq_len × ranks"
+    )
+
+
+def _train_command(file: Path, weights: Path, length: int) -> str:
+    config = load(file=file).config
+    keys = {"run.dir": "NEW", "train.init_from": str(weights), "data.seq_len": length, **_batch_sizes(config, length)}
+    if config.train.stages:  # a run of one stage, like the last one
+        last = {"train.steps": config.train.stages[-1].steps, "model.rope_theta": config.stages[-1].model.rope_theta}
+        keys |= {"train.stages": "none", **last}
+    parallel = load(file=file, flags=keys).config.parallel  # raises ConfigError if the command would be invalid
+    return hints.train_config(file, keys, ranks=None if parallel.strategy == "single" else parallel.world_size)
+
+
+def _batch_sizes(config: RunConfig, length: int) -> dict[str, int]:
+    """About as many tokens per pass as before, and whole passes per step."""
+    batch = max(1, config.train.micro_batch * config.data.seq_len // length)
+    per_pass = batch * length * config.parallel.data_ranks
+    return {
+        "train.micro_batch": batch,
+        "train.tokens_per_step": -(-config.stages[-1].train.tokens_per_step // per_pass) * per_pass,
+    }

@@ -85,8 +85,7 @@ def generate(
     for text in prompts:
         if not text:
             raise UsageError("the prompt is empty: give some text with --prompt TEXT, --prompt-file FILE or on stdin")
-    from tercet.inference.prompts import required_context, tokenize_prompts
-    from tercet.inference.stored_model import find_model, stored_tokenizer
+    from tercet.inference.arguments import find_model, required_context, stored_tokenizer, tokenize_prompts
 
     stored = find_model(run, verify=True)
     tokenizer = stored_tokenizer(stored.run, stored.source)

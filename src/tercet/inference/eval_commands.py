@@ -26,10 +26,10 @@ from tercet.inference.arguments import (
     check_model,
     check_plot,
     check_recall,
+    extend_context_command,
     own_text,
     read_prompt_file,
 )
-from tercet.inference.extend_context import extend_context_command
 from tercet.terminal import Progress, printable
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def needle(
     _check_paths(run, data_of, plot)
     at_least_one(trials=trials, batch=batch, lengths=min(lengths, default=None))
     check_depths(depths)
-    from tercet.inference.needle import default_lengths, find_needles
+    from tercet.inference.recall import default_lengths, find_needles
 
     model = _load(run, device, dtype, data_of)
     sizes = lengths or default_lengths(model, style)
@@ -218,7 +218,7 @@ def ruler(
         if out.suffix not in (".json", ".csv"):
             raise UsageError(f"--out {out} ends in neither .json nor .csv: choose a name that does")
         check_writable("--out", out)
-    from tercet.inference.needle import default_lengths
+    from tercet.inference.recall import default_lengths
     from tercet.inference.ruler import TASKS, RulerResult, ask, table, write_results
 
     model = _load(run, device, dtype, data_of)
@@ -269,7 +269,7 @@ def recall(
         raise UsageError("no run folder given: tercet eval recall runs/NAME-DATE-TIME")
     check_plot(plot)
     at_least_one(length=length, documents=documents, batch=batch)
-    from tercet.inference.stored_model import find_model
+    from tercet.inference.arguments import find_model
 
     for run in runs:
         check_recall(find_model(run).run.data)
@@ -374,8 +374,8 @@ def selection_map(
     text = read_prompt_file(prompt_file) if prompt_file is not None else prompt
     if not text:
         raise UsageError("no prompt given: use --prompt TEXT or --prompt-file FILE")
+    from tercet.inference.arguments import tokenize_prompts
     from tercet.inference.load import load_model
-    from tercet.inference.prompts import tokenize_prompts
     from tercet.inference.selection_map import record_selections, selection_page
 
     model = load_model(run, device=device, dtype=dtype)

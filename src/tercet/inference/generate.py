@@ -16,9 +16,16 @@ from torch import Tensor
 
 from tercet.data.tokenizers import Tokenizer
 from tercet.errors import TercetError
-from tercet.inference.arguments import at_least_one
+from tercet.inference.arguments import (
+    PromptError,
+    Prompts,
+    at_least_one,
+    end_tokens,
+    is_single,
+    required_context,
+    tokenize_prompts,
+)
 from tercet.inference.decoder import PREFILL_CHUNK, CachedDecoder, Decoder, UncachedDecoder
-from tercet.inference.prompts import PromptError, Prompts, end_tokens, is_single, required_context, tokenize_prompts
 from tercet.model.config import Sampling
 from tercet.model.sampling import INVALID_TOKEN, sample_token, uniform_draws
 from tercet.model.transformer import Transformer

@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
 from tercet.data.tokenizers import Tokenizer
-from tercet.inference.arguments import WEIGHTS, ModelError, has_weights
-from tercet.inference.stored_model import StoredModel, find_model, stored_tokenizer
+from tercet.inference.arguments import WEIGHTS, ModelError, StoredModel, find_model, has_weights, stored_tokenizer
 from tercet.model.transformer import Transformer
 from tercet.train import checkpoint
 from tercet.train.checkpoint import MODEL, OPTIMIZER

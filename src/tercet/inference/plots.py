@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # these import torch
-    from tercet.inference.needle import NeedleResult
+    from tercet.inference.recall import NeedleResult
     from tercet.inference.ruler import RulerResult
 
 

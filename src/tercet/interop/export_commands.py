@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from tercet.inference.stored_model import find_model
+from tercet.inference.arguments import find_model
 from tercet.interop.options import check_empty, check_family
 
 
