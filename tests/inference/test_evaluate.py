@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import re
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -138,26 +137,6 @@ def test_a_haystack_longer_than_the_validation_text_is_refused(tmp_path):
         list(find_needles(model, lengths=(1000,), depths=(0.5,), trials=1))
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"depths": (1.5,)}, "depths"),
-        ({"lengths": (4,)}, "take 12 tokens"),
-        ({"trials": 0}, "trials=0"),
-        ({"batch": 0}, "batch=0 must be at least 1"),
-    ],
-)
-def test_invalid_needle_options_are_refused(options, said):
-    with pytest.raises(TercetError, match=said):
-        list(find_needles(language_model(**RECALL), **{"lengths": (32,), "depths": (0.5,), **options}))
-
-
-def test_no_targets_to_measure_is_a_usage_error():
-    with pytest.raises(TercetError, match="there is nothing to measure") as caught:
-        by_position(language_model(), iter(()))
-    assert caught.value.exit_code == 2
-
-
 def test_loss_by_position_adds_up_to_the_loss_of_the_batch():
     model = language_model(data__source="python-source")
     batches = list(held_out(model, sequences=4, batch=2))
@@ -251,15 +230,6 @@ def test_the_search_for_a_scored_target_ends_in_endless_data():
         next(within_documents(language_model(), length=16, sequences=1, last=1))
 
 
-def test_the_search_goes_on_while_some_sequences_have_a_scored_target(monkeypatch):
-    monkeypatch.setattr("tercet.inference.perplexity._UNSCORED", 2)
-    bounds = torch.tensor([0, 2])
-    scored, unscored = (SimpleNamespace(cu_seqlens=bounds, targets=torch.tensor([[1, last]])) for last in (1, -100))
-    batches = [unscored, scored] * 3 + [unscored, unscored, scored]
-    monkeypatch.setattr("tercet.inference.perplexity.held_out", lambda model, **_: iter(batches))
-    assert list(within_documents(language_model(), length=2, sequences=9, last=1)) == [scored] * 3
-
-
 def test_models_of_other_data_and_seeds_are_compared_on_the_same_text(tmp_path, capsys):
     folders = []
     for seed, word in enumerate(("one", "another")):
@@ -349,11 +319,6 @@ def test_shards_of_another_tokenizer_are_refused_with_a_fix_that_evaluations_hav
     assert "data.tokenizer" not in error
 
 
-def test_the_last_positions_are_those_of_the_sequence():
-    found = by_position(language_model(), held_out(language_model(), sequences=1, seq_len=77))
-    assert [(b.first, b.last) for b in found[-2:]] == [(32, 63), (64, 76)]
-
-
 @pytest.mark.parametrize(
     ("command", "flag", "usual", "beyond"),
     [
@@ -405,31 +370,6 @@ def test_the_map_shows_the_blocks_that_the_layers_read():
     spans = [part.partition('"')[0] for part in told.split('<span class="')[1:]]
     assert [i for i, kind in enumerate(spans) if kind == "forced"] == sorted(found[0].forced(t))
     assert len(spans) == t // size + 1
-
-
-def test_the_map_has_a_token_axis():
-    model = language_model()
-    told = selection_page([65] * 80, model.tokenizer, record_selections(model, [65] * 80))
-    assert re.findall(r">([\d,]+)</i>", told.partition("<h2>Blocks chosen")[2]) == ["0", "20", "40", "60"]
-    assert told.count("<div>token</div>") == 2
-
-
-def test_only_selected_blocks_influence_a_query():
-    """Changing a token outside the selected blocks does not change the output."""
-    model = language_model(model__layers=1, model__branches=("selected",), model__compression="mean")
-    tokens = [(7 * i) % 250 + 1 for i in range(100)]
-    (found,) = record_selections(model, tokens)
-    unread = set(range(99 // 8 + 1)) - found.selected_by(99).keys()
-    hidden = model.hidden(torch.tensor([tokens]))[0, 99]
-    for block in sorted(unread)[:3]:
-        changed = list(tokens)
-        changed[block * 8] = changed[block * 8] % 250 + 1
-        (again,) = record_selections(model, changed)
-        if again.selected_by(99) == found.selected_by(99):
-            assert torch.equal(model.hidden(torch.tensor([changed]))[0, 99], hidden)
-    changed = list(tokens)
-    changed[max(found.selected_by(99)) * 8] += 1
-    assert not torch.equal(model.hidden(torch.tensor([changed]))[0, 99], hidden)
 
 
 def test_a_model_that_selects_nothing_has_no_map():
@@ -489,13 +429,3 @@ def test_pictures_are_drawn(tmp_path):
     recall_plot({"a": [(8, 1.0), (16, 0.5)]}, tmp_path / "c.svg", window_reach=14)
     for name in ("needle", "p", "c"):
         assert "<svg" in (tmp_path / f"{name}.svg").read_text()
-
-
-def test_evaluation_reads_what_training_never_saw():
-    from tercet.data.loader import build_loader
-
-    model = language_model(**RECALL)
-    with build_loader(model.run.data, seed=model.run.run.seed, batch_sequences=4) as loader:
-        seen = {tuple(row) for batch in itertools.islice(loader, 50) for row in batch.tokens.tolist()}
-    held = {tuple(row) for batch in held_out(model, sequences=8) for row in batch.tokens.tolist()}
-    assert not seen & held

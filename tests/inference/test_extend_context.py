@@ -81,12 +81,6 @@ def test_a_checkpoint_uses_its_run_config_and_a_weights_folder_its_own():
     assert said[said.index("--train.init_from") + 1] == "imported/model.safetensors"
 
 
-def test_several_ranks_are_started_by_torchrun():
-    kept("run", parallel__strategy="ddp", parallel__world_size=2, train__tokens_per_step=256)
-    line = "torchrun --standalone --nproc-per-node=2 -m tercet train --config run/config.toml --run.dir NEW "
-    assert extend_context_command(Path("run"), 128).startswith(line)
-
-
 def test_without_a_valid_command_the_keys_are_listed():
     Path("copied/step-00000003").mkdir(parents=True)
     said = "train with its configuration, train.init_from=copied/step-00000003, data.seq_len=128, and a"

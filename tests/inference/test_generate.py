@@ -12,9 +12,8 @@ from inference.models import AS_M7C, language_model
 from tercet.cli import main
 from tercet.errors import TercetError
 from tercet.inference.arguments import PromptError
-from tercet.inference.decoder import CachedDecoder, UncachedDecoder
+from tercet.inference.decoder import UncachedDecoder
 from tercet.inference.generate import Timing, stream
-from tercet.model.rope import Rotary
 
 KINDS = {
     "nsa": {},
@@ -51,11 +50,6 @@ def greedy(model, prompts, **options):
     return [g.tokens for g in made] if isinstance(made, list) else made.tokens
 
 
-def test_the_untrained_model_generates_varied_tokens(expected):
-    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
-    assert len({token for tokens in expected for token in tokens}) > 20
-
-
 def test_tokens_are_the_same_with_and_without_cache(model, expected):
     assert [greedy(model, prompt) for prompt in PROMPTS] == expected
 
@@ -63,15 +57,6 @@ def test_tokens_are_the_same_with_and_without_cache(model, expected):
 @pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 7, 50])
 def test_tokens_are_the_same_for_any_chunking_of_the_prompt(model, expected, chunk):
     assert greedy(model, PROMPTS, prefill_chunk=chunk) == expected
-
-
-def test_prompts_longer_than_a_chunk_are_read_row_by_row(model, expected, monkeypatch):
-    """For several rows, the kernels would copy the cache for every chunk."""
-    rows = []
-    hidden = model.hidden
-    monkeypatch.setattr(model, "hidden", lambda tokens, **o: rows.append(tuple(tokens.shape)) or hidden(tokens, **o))
-    assert greedy(model, [PROMPTS[1]] * 2, prefill_chunk=25) == [expected[1]] * 2
-    assert rows[:7] == [(1, 25), (1, 25), (1, 9)] * 2 + [(2, 1)]
 
 
 def test_tokens_are_the_same_in_any_batch(model, expected):
@@ -139,11 +124,6 @@ def test_time_and_keys_are_counted():
     assert timing.tokens_per_second > 0
 
 
-def test_a_prompt_may_use_padding_rows_of_the_vocabulary_with_a_repetition_penalty():
-    model = language_model(model__vocab_size=512)
-    assert len(tercet.generate(model, [[300, 5]], max_new_tokens=3, repetition_penalty=1.2)[0].tokens) == 3
-
-
 def test_padding_rows_of_the_vocabulary_are_never_sampled():
     model = language_model(model__vocab_size=264)
     with torch.no_grad():
@@ -203,14 +183,6 @@ def test_the_prompt_is_read_from_standard_input(folder, monkeypatch, capsys):
     assert piped == answered("--prompt", "import os").out == answered("--prompt-file", "-", stdin="import os").out
 
 
-def test_without_a_prompt_the_error_names_the_flag(folder, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO())
-    assert main(["generate", folder]) == 2
-    assert "no prompt given: use --prompt TEXT" in capsys.readouterr().err
-    assert main(["generate", folder, "--prompt", ""]) == 2
-    assert "--prompt TEXT" in capsys.readouterr().err
-
-
 def test_on_a_terminal_each_line_is_answered(folder, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", Terminal())
     lines = iter(["abc", "", "x" * 200, "def"])
@@ -247,10 +219,6 @@ def test_the_command_checks_its_options_before_printing_the_prompt(folder, capsy
     assert err.startswith("error: ")
     assert said in err
     assert err.count("\n") == 1
-
-
-def test_the_context_can_be_extended():
-    assert len(greedy(language_model(), [1] * 120, context=144, max_new_tokens=16)) == 16
 
 
 def test_text_without_a_tokenizer_is_refused():
@@ -293,15 +261,3 @@ def test_an_asynchronous_decoder_generates_the_same_tokens(monkeypatch):
     assert {"eos", "stop"} <= {g.finished for g in found}
     assert begun == sorted(begun, reverse=True)
     assert begun[-1] < len(PROMPTS)
-
-
-def test_a_first_prefill_computes_angles_once_for_all_layers(model, monkeypatch):
-    passes = []
-    angles = Rotary.cos_sin
-    monkeypatch.setattr(Rotary, "cos_sin", lambda *given: passes.append(1) or angles(*given))
-    decoder = CachedDecoder(model, 1, 80)
-    decoder.prefill([PROMPTS[1]])
-    first = len(passes)
-    assert first <= 3, "of tokens, compressed tokens and a selector"
-    decoder.prefill([PROMPTS[0]])
-    assert len(passes) > first, "later chunks have positions of their own"

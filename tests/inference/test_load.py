@@ -41,19 +41,6 @@ def test_a_missing_gpu_names_the_flag(run, monkeypatch):
         tercet.load_model(run, device="cuda")
 
 
-def test_loading_does_not_advance_the_random_state(run):
-    before = torch.get_rng_state()
-    tercet.load_model(run)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_weights_are_those_of_training(run):
-    model = tercet.load_model(run, dtype="float64")
-    assert model.dtype == torch.float64
-    single = tercet.load_model(run)
-    assert all(torch.equal(a.float(), b) for a, b in zip(model.parameters(), single.parameters(), strict=True))
-
-
 @pytest.mark.parametrize(
     ("precision", "device", "loaded"),
     [

@@ -16,7 +16,6 @@ from tercet.atomic_io import check_writable
 from tercet.config.data import DataConfig
 from tercet.config.flags import Arg
 from tercet.config.load import ConfigError, load
-from tercet.config.load import load as load_config
 from tercet.config.schema import RunConfig
 from tercet.data.files import SUFFIXES, check_paths
 from tercet.data.tokenizers import ChatError, LibraryTokenizer, Tokenizer, load_tokenizer
@@ -173,7 +172,7 @@ def find_model(path: str | Path, *, verify: bool = False) -> StoredModel:
     """
     path = check_model(path)
     if has_weights(path):
-        return StoredModel(load_config(file=path / CONFIG).config, path, 0)
+        return StoredModel(load(file=path / CONFIG).config, path, 0)
     found = _checkpoint(path, verify)
     with one_line_errors(ModelError, f"{found.path}: {manifest.RUN_STATE} is damaged: restore it from a backup"):
         step = int(found.run_state["step"])

@@ -13,7 +13,18 @@ from tercet import hints
 from tercet.atomic_io import check_writable
 from tercet.config.flags import Arg
 from tercet.errors import TercetError, UsageError
-from tercet.inference.arguments import Device, Dtype, Run, at_least_one, check_model, read_prompt_file
+from tercet.inference.arguments import (
+    Device,
+    Dtype,
+    Run,
+    at_least_one,
+    check_model,
+    find_model,
+    read_prompt_file,
+    required_context,
+    stored_tokenizer,
+    tokenize_prompts,
+)
 from tercet.telemetry.units import plural
 from tercet.terminal import Progress, printable
 
@@ -85,8 +96,6 @@ def generate(
     for text in prompts:
         if not text:
             raise UsageError("the prompt is empty: give some text with --prompt TEXT, --prompt-file FILE or on stdin")
-    from tercet.inference.arguments import find_model, required_context, stored_tokenizer, tokenize_prompts
-
     stored = find_model(run, verify=True)
     tokenizer = stored_tokenizer(stored.run, stored.source)
     if chat and tokenizer.chat is None:

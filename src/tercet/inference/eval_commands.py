@@ -27,8 +27,10 @@ from tercet.inference.arguments import (
     check_plot,
     check_recall,
     extend_context_command,
+    find_model,
     own_text,
     read_prompt_file,
+    tokenize_prompts,
 )
 from tercet.terminal import Progress, printable
 
@@ -269,8 +271,6 @@ def recall(
         raise UsageError("no run folder given: tercet eval recall runs/NAME-DATE-TIME")
     check_plot(plot)
     at_least_one(length=length, documents=documents, batch=batch)
-    from tercet.inference.arguments import find_model
-
     for run in runs:
         check_recall(find_model(run).run.data)
     from tercet.inference.load import load_model
@@ -374,7 +374,6 @@ def selection_map(
     text = read_prompt_file(prompt_file) if prompt_file is not None else prompt
     if not text:
         raise UsageError("no prompt given: use --prompt TEXT or --prompt-file FILE")
-    from tercet.inference.arguments import tokenize_prompts
     from tercet.inference.load import load_model
     from tercet.inference.selection_map import record_selections, selection_page
 
