@@ -36,7 +36,7 @@ usage: tercet COMMAND [options]       tercet COMMAND --help
 {others}
 A configuration is a preset, then a TOML file, then flags; later ones win. Every key but data.mixture is a flag:
   tercet train --preset m7c --config mine.toml --train.lr 1e-3 --data.seq_len 8192
-`tercet train --help` shows the common ones. --debug adds the traceback to an error.
+`tercet train --help` shows the common ones, `tercet --help WORD` finds others. --debug adds the traceback to an error.
 """
 
 # command -> ("module:function", summary). The signature defines the options; parameters without a default are
@@ -133,9 +133,12 @@ def _check_encoding(arguments: Sequence[str]) -> None:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if not arguments or arguments in (["-h"], ["--help"], ["help"]):
         print(_overview())
         return 0
+    if arguments[0] in ("-h", "--help", "help"):  # of a command, else of the keys that a word finds
+        known = arguments[1] in {*CONFIGURED, *FUNCTIONS, *GROUPS}
+        arguments = [*arguments[1:], "--help"] if known else ["train", f"--help={arguments[1]}"]
     if arguments[0] in ("--version", "-V", "version"):
         print(f"tercet {tercet.__version__}")
         return 0

@@ -269,8 +269,10 @@ def test_help_of_a_section_lists_its_keys(capsys, words):
 )  # fmt: skip
 def test_help_finds_keys_by_name_or_description(capsys, word, first, lines):
     out = shown(capsys, f"train --help={word}")
+    assert out == shown(capsys, f"--help {word}")
     assert out.split()[0] == first
     assert out.count("  --") <= lines
+    assert shown(capsys, "help generate") == shown(capsys, "generate --help")
 
 
 def test_help_all_lists_every_key(capsys):

@@ -45,14 +45,11 @@ def launch_number(name: str, value: str, *, least: int = 0, most: int = 2**31 - 
 
 
 def environment_warnings(environment: Mapping[str, str]) -> list[str]:
-    """One warning for each `NSA_*` variable that is set."""
-    return [describe_variable(name, environment[name]) for name in sorted(environment) if name.startswith(PREFIX)]
-
-
-def describe_variable(name: str, value: str) -> str:
-    """The warning for one variable: its replacement, or why it needs none."""
-    if name not in REPLACEMENTS:
-        return f"{name}={value} is set but not read: Tercet takes no settings from the environment"
-    key, why = REPLACEMENTS[name]
-    instead = f"use {key} instead ({why})" if key else f"it has no replacement: {why}"
-    return f"{name}={value} is set but not read: {instead}"
+    """One warning for each `NSA_*` variable that is set: its replacement, or why it needs none."""
+    lines = []
+    for name in sorted(name for name in environment if name.startswith(PREFIX)):
+        key, why = REPLACEMENTS.get(name, (None, ""))
+        instead = f"it has no replacement: {why}" if why else "Tercet takes no settings from the environment"
+        instead = f"use {key} instead ({why})" if key else instead
+        lines.append(f"{name}={environment[name]} is set but not read: {instead}")
+    return lines
