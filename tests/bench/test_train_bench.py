@@ -164,6 +164,13 @@ def test_what_would_not_be_measured_as_named_is_refused(options: dict[str, Any],
         commands.train(**{"preset": "tiny", "lengths": (64,), "tokens": 64, "device": "cpu"} | options)
 
 
+def test_settings_reach_every_cell():
+    settings = {"model.selector": "learned", "model.branches": ("selected", "window"), "train.clip": "2"}
+    for one in asked("nsa", packed=("nsa",), **settings):
+        config = train_cell.configured(one)
+        assert (config.model.branches, config.train.clip) == (("selected", "window"), 2.0)
+
+
 def replace_process(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     """Run this script in place of the subprocess that measures."""
     real = settings.subprocess.Popen

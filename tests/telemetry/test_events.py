@@ -174,6 +174,18 @@ def test_a_terminal_keeps_the_history_and_fits_its_width(columns: int, monkeypat
     assert any("1000/1000 validating 3/8" in line for line in out.lines())
 
 
+@pytest.mark.parametrize(("seconds", "shown"), [(0.0, True), (100.0, False)])
+def test_long_steps_count_their_micro_batches(monkeypatch: pytest.MonkeyPatch, seconds: float, shown: bool) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("tercet.telemetry.progress.MICRO_BATCHES_AFTER", seconds)
+    screen = Screen(stream=(out := Terminal()))
+    screen.begin(0, 10)
+    screen.advance(1)
+    screen.micro_batch(2, 8)
+    screen.end()
+    assert any("1/10 micro-batch 3/8" in line for line in out.lines()) == shown
+
+
 def test_control_characters_are_escaped() -> None:
     out = io.StringIO()
     Screen(stream=out)(events.Sampled(step=1, prompt="[bold]", text="\x1b[2Jx\x00"))

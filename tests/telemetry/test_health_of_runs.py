@@ -88,39 +88,43 @@ def test_dead_branches_and_collapsed_gates_are_found_and_named(tmp_path, data, m
     assert gate(verdict(found), "selection health").verdict == "NO-GO"
 
 
-def test_a_selection_that_never_changes_is_found(tmp_path, data, monkeypatch):
-    # A dead φ scores every block the same, so the first blocks are always selected.
+def dead_compression(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead φ scores every block the same, so the first blocks are always selected."""
     alive = Compression.forward
     monkeypatch.setattr(Compression, "forward", lambda self, *given: alive(self, *given) * 0)
-    found, _ = run_evenly(tmp_path / "run", data)
-    assert rules(found) == {"selection_stuck"}
-    sentences = [f.sentence for f in found.of(HealthFired)]
-    assert [s.split(" of the ")[0] for s in sentences] == ["layer 0: 100.00%", "layer 1: 100.00%"]
-    assert all("freely selected blocks" in s for s in sentences)
-    assert gate(verdict(found), "selection health").verdict == "NO-GO"
 
 
-def test_a_nan_is_found_skipped_and_fails_the_verdict(tmp_path, data, monkeypatch):
-    replace_loss(monkeypatch, lambda n, loss: loss * float("nan") if n in (5, 6) else loss)
-    found, code = run_evenly(tmp_path / "run", data)
-    assert code == 0
-    assert rules(found) == {"nonfinite"}
-    assert gate(verdict(found), "numerics").verdict == "NO-GO"
+def on_losses(change):
+    return lambda monkeypatch: replace_loss(monkeypatch, change)
 
 
-def test_zero_gradients_are_found(tmp_path, data, monkeypatch):
-    replace_loss(monkeypatch, lambda n, loss: loss * 0 + 100.0)
-    found, _ = run_evenly(tmp_path / "run", data)
-    assert "zero_grad" in rules(found)
-    assert gate(verdict(found), "numerics").verdict == "NO-GO"
+# fault -> the rules that fire, (step, start of the sentence) of each finding, and the gate that fails
+FAULTS = {
+    "the same blocks for every token": (
+        dead_compression, {"selection_stuck"}, [(6, "layer 0: 100.00%"), (6, "layer 1: 100.00%")], "selection health",
+    ),
+    "a NaN": (
+        on_losses(lambda n, loss: loss * float("nan") if n in (5, 6) else loss), {"nonfinite"},
+        [(6, "loss or gradients were not")], "numerics",
+    ),
+    "no gradients": (
+        on_losses(lambda n, loss: loss * 0 + 100.0), {"zero_grad"}, [(2, "gradient norm was zero")], "numerics",
+    ),
+    "a lasting spike": (  # reported once, at the first log line after it
+        on_losses(lambda n, loss: loss * 5 if n > 14 else loss), {"loss_spike"}, [(16, "loss ")], "stability",
+    ),
+}  # fmt: skip
 
 
-def test_a_lasting_loss_spike_fails_the_verdict(tmp_path, data, monkeypatch):
-    replace_loss(monkeypatch, lambda n, loss: loss * 5 if n > 14 else loss)
-    found, _ = run_evenly(tmp_path / "run", data, train__steps=24)
-    assert rules(found) == {"loss_spike"}
-    assert [f.step for f in found.of(HealthFired)] == [16]  # once, at the first log line after it
-    assert gate(verdict(found), "stability").verdict == "NO-GO"
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_and_fails_the_verdict(tmp_path, data, monkeypatch, fault):
+    provoke, expected, sentences, name = FAULTS[fault]
+    provoke(monkeypatch)
+    found, code = run_evenly(tmp_path / "run", data, train__steps=24 if fault == "a lasting spike" else 12)
+    fired = found.of(HealthFired)
+    assert (code, rules(found)) == (0, expected)
+    assert [(f.step, f.sentence[: len(words)]) for f, (_, words) in zip(fired, sentences, strict=True)] == sentences
+    assert gate(verdict(found), name).verdict == "NO-GO"
 
 
 def test_a_rule_set_to_halt_stops_the_run(tmp_path, data, monkeypatch):

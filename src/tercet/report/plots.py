@@ -408,7 +408,7 @@ def _memory_plot(run: Run) -> Plot:
     capacity = run.device_total_gib
     levels = [] if capacity is None or capacity >= 3 * top else [(capacity, RED, f"capacity {capacity:.0f}")]
     where = "Device memory of rank 0." if run.on_gpu else "Resident memory of the process (CPU run)."
-    return chart(("memory", "Memory", where), "GiB", lines, levels=levels, ylim=(0, None), legend=_BOTTOM)
+    return chart(("memory", "Memory", where), "GiB", lines, levels=levels, ylim=(0, None))
 
 
 def _log_y_axis(axes: Any) -> None:
