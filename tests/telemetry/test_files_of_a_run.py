@@ -16,7 +16,7 @@ import torch
 from tercet.config.sections import ProfileConfig
 from tercet.report.read import read_run
 from tercet.telemetry.events import Noted
-from tercet.telemetry.profile import Profiler
+from tercet.telemetry.measure import Profiler
 from watched import corpus, run, settings
 
 

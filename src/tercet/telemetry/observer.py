@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from tercet.attention.dispatch import REQUESTED
 from tercet.config.schema import RunConfig
 from tercet.model.attention import Attention
-from tercet.telemetry import events, memory
+from tercet.telemetry import events, measure
 from tercet.telemetry.event_log import EventLog, full_disk_allowed
 from tercet.telemetry.health import HealthMonitor
-from tercet.telemetry.profile import PhaseClock, Profiler
+from tercet.telemetry.measure import PhaseClock, Profiler
 from tercet.telemetry.sinks import ROUTE_COLUMNS, STATISTICS
 
 # Field of events.ResourcesObserved -> field of the loader's totals (data.packing.LoaderStats)
@@ -79,7 +79,7 @@ class Observer:
         """A part of the step: forward, backward (passes: both, with CUDA graphs), optimizer or communication."""
         if name == "optimizer" and not self._seen_first_step:
             # Gradients exist only now; they are freed before the step returns.
-            self._gradients = memory.gradients(self._model)
+            self._gradients = measure.gradients(self._model)
         with self._clock.phase(name), self._profiler.range(name):
             yield
         if name in ("forward", "passes"):
@@ -97,7 +97,7 @@ class Observer:
             self._snapshot(f"step{step}", step)
             if self._rank == 0:
                 with full_disk_allowed():
-                    memory.write_dtypes(self._folder, self._model, self._optimizer, self._compute, self._gradients)
+                    measure.write_dtypes(self._folder, self._model, self._optimizer, self._compute, self._gradients)
 
     def add_excluded(self, what: str, seconds: float) -> None:
         """Record time of the interval that was not training: checkpoint or validation."""
@@ -150,7 +150,7 @@ class Observer:
         known = logged.data_seconds + sum(phases.values())
         if "passes_seconds" in phases:  # CUDA graphs: unknown, which is not the same as zero
             phases |= {"forward_seconds": None, "backward_seconds": None}
-        used: dict[str, Any] = memory.device_memory(self._device, self._held_bytes())
+        used: dict[str, Any] = measure.device_memory(self._device, self._held_bytes())
         excluded, self._excluded_seconds = self._excluded_seconds, dict.fromkeys(self._excluded_seconds, 0.0)
         return events.ResourcesObserved(
             step=logged.step,
@@ -160,7 +160,7 @@ class Observer:
             checkpoint_seconds=excluded["checkpoint"],
             validation_seconds=excluded["validation"],
             **used,
-            host_gib=memory.resident_gib(),
+            host_gib=measure.resident_gib(),
             **{field: 0 if totals is None else getattr(totals, name) for field, name in _TOTALS.items()},
         )
 
@@ -174,7 +174,7 @@ class Observer:
     def _snapshot(self, name: str, step: int) -> None:
         """Write mem_{name}.json on rank 0, mem_{name}_rank{r}.json on the others."""
         held = self._held_bytes()
-        record = memory.snapshot(self._device, self._model, self._optimizer, step, self._gradients, held)
+        record = measure.snapshot(self._device, self._model, self._optimizer, step, self._gradients, held)
         suffix = f"_rank{self._rank}" if self._rank else ""
         text = json.dumps({"rank": self._rank, **record}, indent=1) + "\n"
         with full_disk_allowed():
