@@ -25,12 +25,25 @@ def command(monkeypatch):
     monkeypatch.setattr("sys.argv", ["tercet", "train", "--preset", "m7c"])
 
 
-def test_one_process_on_several_gpus_is_refused_with_the_torchrun_command():
-    with pytest.raises(LaunchError, match="2 GPUs but one process was started: 1 would be idle") as error:
-        check_launch(ParallelConfig(), ALONE, "cuda", 2)
-    line = "torchrun --standalone --nproc-per-node=2 -m tercet train --preset m7c --parallel.strategy ddp"
-    assert line in str(error.value)
-    assert "--allow-single-rank" in str(error.value)
+@pytest.mark.parametrize(
+    ("parallel", "gpus", "problem", "asked"),
+    [
+        ({}, 2, "2 GPUs but one process was started: 1 would be idle", "2 -m {} --parallel.strategy ddp"),
+        ({"strategy": "fsdp", "world_size": 4}, 4, r"parallel\.world_size=4, but 1 rank was launched", "4 -m {}"),
+        # no --parallel.strategy: the preset or the file sets it already
+        *(
+            ({"strategy": strategy}, gpus, f"strategy={strategy} needs torchrun", f"{ranks} -m {{}}")
+            for strategy in ("ddp", "fsdp", "hsdp", "cp")
+            for gpus, ranks in ((0, "N"), (1, "N"), (4, "4"))
+        ),
+    ],
+)
+def test_a_launch_that_does_not_fit_is_refused_with_the_torchrun_command(parallel, gpus, problem, asked):
+    with pytest.raises(LaunchError, match=problem) as error:
+        check_launch(ParallelConfig(**parallel), ALONE, "cuda" if gpus else "cpu", gpus)
+    line = f"{program('torchrun')} --standalone --nproc-per-node={asked.format('tercet train --preset m7c')}"
+    assert line in str(error.value).splitlines()[1]
+    assert ("--allow-single-rank" in str(error.value)) == (not parallel)
 
 
 def test_one_process_is_allowed_on_request_warned_about_in_ci_and_fine_on_a_cpu(monkeypatch):
@@ -39,22 +52,6 @@ def test_one_process_is_allowed_on_request_warned_about_in_ci_and_fine_on_a_cpu(
     assert check_launch(ParallelConfig(), ALONE, "cpu", 0) == []
     monkeypatch.setenv("CI", "1")
     assert "7 would be idle" in check_launch(ParallelConfig(), ALONE, "cuda", 8)[0]
-
-
-def test_several_ranks_without_torchrun_are_refused_with_the_torchrun_command():
-    with pytest.raises(LaunchError, match=r"parallel\.world_size=4, but 1 rank was launched") as error:
-        check_launch(ParallelConfig(strategy="fsdp", world_size=4), ALONE, "cuda", 4)
-    assert "torchrun --standalone --nproc-per-node=4 -m tercet train" in str(error.value)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp", "cp"])
-@pytest.mark.parametrize(("gpus", "ranks"), [(0, "N"), (1, "N"), (4, "4")])
-def test_a_distributed_strategy_in_one_process_is_refused_with_the_torchrun_command(strategy, gpus, ranks):
-    with pytest.raises(LaunchError, match=f"strategy={strategy} needs torchrun") as error:
-        check_launch(ParallelConfig(strategy=strategy), ALONE, "cuda" if gpus else "cpu", gpus)
-    # no --parallel.strategy: the preset or the file sets it already
-    line = f"{program('torchrun')} --standalone --nproc-per-node={ranks} -m tercet train --preset m7c"
-    assert str(error.value).endswith(f"\n  {line}")
 
 
 def test_ranks_share_a_gpu_only_on_request_and_with_a_warning():

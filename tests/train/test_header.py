@@ -52,7 +52,7 @@ def test_settings_are_those_that_differ_from_the_preset():
 def test_flags_without_effect_are_named_with_the_reason(flags, messages):
     values = {f"model.{name}": value.split(",") if name == "branches" else value for name, value in flags.items()}
     loaded = load("tiny", flags=values)
-    found = console.no_effect_lines(loaded.config, loaded.origins)
+    found = console.no_effect_lines(loaded.config, loaded.origins, CPU)
     assert len(found) == len(messages)
     assert all(map(re.match, messages, found))
 

@@ -157,17 +157,13 @@ def config_lines(config: RunConfig, origins: Mapping[str, str], folder: Path) ->
     ]
 
 
-def eager_lines(config: RunConfig, origins: Mapping[str, str], device: torch.device) -> list[str]:
-    """A message if a flag asks for train.cuda_graph=auto in a run that cannot have graphs."""
-    asked = origins.get("train.cuda_graph") == "flag" and config.train.cuda_graph == "auto"
-    problem = cuda_graph_problem(config, device.type) if asked else None
-    return [f"train.cuda_graph=auto {problem}; steps run eagerly"] if problem else []
-
-
-def no_effect_lines(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
-    """A message for each reason why flags of the model have no effect."""
+def no_effect_lines(config: RunConfig, origins: Mapping[str, str], device: torch.device) -> list[str]:
+    """A message for each reason why flags have no effect: train.cuda_graph=auto, and those of the model."""
     given = flatten(config)
     lines = []
+    asked = origins.get("train.cuda_graph") == "flag" and config.train.cuda_graph == "auto"
+    if asked and (problem := cuda_graph_problem(config, device.type)):
+        lines.append(f"train.cuda_graph=auto {problem}; steps run eagerly")
     for reason, names in config.model.unused_keys.items():
         keys = [
             key for name in names if origins.get(key := f"model.{name}") == "flag" and given[key] not in (False, None)

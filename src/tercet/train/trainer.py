@@ -30,20 +30,8 @@ from tercet.telemetry.progress import Screen
 from tercet.telemetry.sinks import summarise
 from tercet.telemetry.units import duration, plural
 from tercet.telemetry.watchdog import Heartbeat
+from tercet.train import console
 from tercet.train.checkpoint import Checkpointer
-from tercet.train.console import (
-    METRICS,
-    Start,
-    check_memory,
-    config_lines,
-    disk_error,
-    eager_lines,
-    header_lines,
-    memory_errors,
-    no_effect_lines,
-    precision_of,
-    print_summary,
-)
 from tercet.train.cuda_graph import StepGraph
 from tercet.train.device import device_name, environment, peak_memory_gib, pick_device, set_arithmetic
 from tercet.train.dump import write_dump
@@ -87,8 +75,8 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
             messages += strategy.on_rank_0(lambda: check_initial_tokenizer(config, tokenizer))
         strategy.on_rank_0(lambda: check_requirements(config, tokenizer, folder))
         doctor_report = strategy.on_rank_0(lambda: examine_before_training(config, folder.path))
-        strategy.on_rank_0(lambda: check_memory(config, device))
-        with memory_errors(config, device):
+        strategy.on_rank_0(lambda: console.check_memory(config, device))
+        with console.memory_errors(config, device):
             state = build_state(config, device, strategy, start)
 
         file_lists = (run_of(start.path) if start else folder.path) / FILE_LISTS
@@ -126,10 +114,10 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         log = stack.enter_context(closing(EventLog(folder.path, strategy.rank)))
         beat = stack.enter_context(closing(Heartbeat(folder.path, strategy.rank, config.log.heartbeat_seconds)))
         if forked or state.step < config.train.steps:
-            screen.header(header_lines(config, state, device, strategy, folder.path, tokenizer.vocab_size))
-            for line in config_lines(config, origins, folder.path):
+            screen.header(console.header_lines(config, state, device, strategy, folder.path, tokenizer.vocab_size))
+            for line in console.config_lines(config, origins, folder.path):
                 screen.say(line, "dim")
-        for message in (*messages, *eager_lines(config, origins, device), *no_effect_lines(config, origins)):
+        for message in (*messages, *console.no_effect_lines(config, origins, device)):
             screen.say(message)
 
         # Attach readers to the log, and log the start.
@@ -196,21 +184,16 @@ class Trainer:
         self.batches = StepBatches(self.loader, self.stage.accumulation, self.state.cursor)
         self.validation = Validation(self.stage, self.strategy, self.tokenizer)
         checkpointer = Checkpointer(
-            self.folder.checkpoints,
-            config.checkpoint,
-            rank=self.strategy.rank,
-            world_size=self.strategy.world_size,
-            process_group=self.strategy.checkpoint_group,
-            wait_for=self.strategy.wait_for,
-            files=saved_files(self.tokenizer),
+            self.folder.checkpoints, config.checkpoint, self.strategy.rank, self.strategy.world_size,
+            self.strategy.checkpoint_group, self.strategy.wait_for, saved_files(self.tokenizer),
             keep_steps=config.train.stage_ends,
-        )
+        )  # fmt: skip
         saved_config = config.model_dump(mode="json")
         self.saver = AsyncSaver(checkpointer, self.state, saved_config, self.log, self.observer)
         name = device_name(self.state.device)
-        self._peak = peak_flops(name) if precision_of(config, self.state.device) == "bf16" else None
+        self._peak = peak_flops(name) if console.precision_of(config, self.state.device) == "bf16" else None
         self._logged = {(e.kind, e.step) for e in self.past}
-        self._start = Start(time.time(), self.state.step, self.state.tokens)
+        self._start = console.Start(time.time(), self.state.step, self.state.tokens)
 
     @property
     def stage(self) -> RunConfig:
@@ -225,7 +208,7 @@ class Trainer:
         """Run all remaining steps and end the run properly, whatever happens. Returns the exit code."""
         try:
             self.screen.begin(self.state.step, self.config.train.steps)
-            with memory_errors(self.config, self.state.device, lambda: self.state.step):
+            with console.memory_errors(self.config, self.state.device, lambda: self.state.step):
                 outcome, reason, code = self._run_steps()
                 self._finish(outcome, reason)
         except BaseException as error:
@@ -238,7 +221,7 @@ class Trainer:
             if cause is not error:
                 raise cause from error
             if isinstance(error, OSError):
-                raise TercetError(disk_error(error, self.folder, self.config.parallel.world_size)) from error
+                raise TercetError(console.disk_error(error, self.folder, self.config.parallel.world_size)) from error
             raise
         return code
 
@@ -395,24 +378,14 @@ class Trainer:
                 self._halt(halted)
         lr = learning_rate(config.train, state.step)
         logged = events.StepLogged(
-            step=state.step,
-            loss=measured[-1].loss,
-            lr=lr,
-            muon_lr=muon_learning_rate(state.optimizer, lr),
-            grad_norm=measured[-1].grad_norm,
-            tokens=state.tokens,
-            tokens_per_s=self.stage.train.tokens_per_step / seconds,
-            step_seconds=seconds,
-            data_seconds=(data_seconds - self._data_seconds) / timed,
-            mfu=mfu,
-            memory_gib=peak_memory_gib(state.device, state.held_bytes),
-            skipped=state.guard.total(),
-            epoch=self.batches.stats.epoch,
-            bad_records=self.batches.stats.skipped,
-            first_step=measured[0].step,
-            losses=[m.loss for m in measured],
-            grad_norms=[m.grad_norm for m in measured],
-        )
+            step=state.step, loss=measured[-1].loss, lr=lr, muon_lr=muon_learning_rate(state.optimizer, lr),
+            grad_norm=measured[-1].grad_norm, tokens=state.tokens,
+            tokens_per_s=self.stage.train.tokens_per_step / seconds, step_seconds=seconds,
+            data_seconds=(data_seconds - self._data_seconds) / timed, mfu=mfu,
+            memory_gib=peak_memory_gib(state.device, state.held_bytes), skipped=state.guard.total(),
+            epoch=self.batches.stats.epoch, bad_records=self.batches.stats.skipped, first_step=measured[0].step,
+            losses=[m.loss for m in measured], grad_norms=[m.grad_norm for m in measured],
+        )  # fmt: skip
         self.log.emit(logged)
         halting += self.observer.after_log(logged, self.batches.stats)
         self._data_seconds = data_seconds
@@ -503,18 +476,11 @@ class Trainer:
         single_cpu = self.strategy.world_size == 1 and self.state.device.type == "cpu"
         with self.state.interval.excluded():
             text = sample_text(
-                self.state.model,
-                self.tokenizer,
-                self.config.sample_prompt,
-                config.sample_tokens,
-                temperature=0.7,
-                context=self.stage.data.seq_len,
-                device=self.state.device,
-                precision=config.precision,
-                seed=self.config.run.seed,
-                agree=agree,
-                cached=single_cpu and precision_of(self.config, self.state.device) == "fp32",
-            )
+                self.state.model, self.tokenizer, self.config.sample_prompt, asked, temperature=0.7,
+                context=self.stage.data.seq_len, device=self.state.device, precision=config.precision,
+                seed=self.config.run.seed, agree=agree,
+                cached=single_cpu and console.precision_of(self.config, self.state.device) == "fp32",
+            )  # fmt: skip
         if self.strategy.any_rank(self.stop.signal is not None):
             self.screen.say("the sample was interrupted: --resume auto repeats it")
             return
@@ -545,7 +511,7 @@ class Trainer:
         self.screen.end()
         self._log_end(outcome, reason)
         if self.strategy.rank == 0:
-            print_summary(
+            console.print_summary(
                 self.screen, self.config, self.folder, state, self._start, completed=completed, reason=reason,
                 bad_records=self.batches.stats.skipped, bad_examples=self.loader.stream.notes.bad_records,
                 epoch=self.batches.stats.epoch,
@@ -559,7 +525,7 @@ class Trainer:
             seconds = time.time() - self._start.time
             self.log.emit(events.RunEnded(step=self.state.step, outcome=outcome, reason=reason, seconds=seconds))
             if self.strategy.rank == 0:
-                write_json(self.folder.path / METRICS, summarise(read_events(self.log.path)))
+                write_json(self.folder.path / console.METRICS, summarise(read_events(self.log.path)))
         except OSError as error:
             self.screen.say(f"warning: the end of the run could not be logged ({error})", "bold red")
         if self.log.waiting:
