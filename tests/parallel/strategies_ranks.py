@@ -37,8 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], str, int]] = {
     "ddp, accumulated, recomputed": ({"strategy": "ddp", "mixed": True}, "full", 2),
     "ddp, bf16 gradients": ({"strategy": "ddp", "gradient_compression": "bf16"}, "none", 1),
     "fsdp, bf16 gradients": ({"strategy": "fsdp", "gradient_compression": "bf16"}, "none", 1),
-    "ddp, bf16": ({"strategy": "ddp", "precision": "bf16"}, "none", 1),
-    "fsdp": ({"strategy": "fsdp"}, "full", 1),
+    "ddp, bf16": ({"strategy": "ddp", "precision": "bf16"}, "none", 1), "fsdp": ({"strategy": "fsdp"}, "full", 1),
     "fsdp, accumulated": ({"strategy": "fsdp", "prefetch": 2, "mixed": True}, "none", 3),
     "fsdp, grad_op": ({"strategy": "fsdp", "sharding": "grad_op", "prefetch": 0}, "selective", 2),
     "fsdp, bf16": ({"strategy": "fsdp", "precision": "bf16"}, "none", 1),
@@ -53,8 +52,7 @@ CASES: dict[str, tuple[dict[str, Any], str, int]] = {
     "fsdp, muon": ({"strategy": "fsdp", "optimizer": "muon"}, "none", 1),
     "cp, muon": ({"strategy": "cp", "optimizer": "muon"}, "none", 1),
     "hsdp, muon": ({"strategy": "hsdp", "shard_ranks": 2, "optimizer": "muon"}, "none", 1),
-    "cp": ({"strategy": "cp"}, "none", 1),
-    "cp, accumulated, recomputed": ({"strategy": "cp"}, "full", 3),
+    "cp": ({"strategy": "cp"}, "none", 1), "cp, accumulated, recomputed": ({"strategy": "cp"}, "full", 3),
     "cp, replicated": ({"strategy": "cp", "context_weights": "replicated"}, "selective", 1),
     "cp, whole rows": ({"strategy": "cp", "cross_document": True, "mixed": True}, "none", 1),
     "cp, bf16": ({"strategy": "cp", "precision": "bf16"}, "none", 1),
@@ -62,7 +60,7 @@ CASES: dict[str, tuple[dict[str, Any], str, int]] = {
     "hsdp, plain": ({"strategy": "hsdp", "shard_ranks": 2}, "none", 1),
     "cp with data": ({"strategy": "cp", "context_ranks": 2}, "none", 1),
     "cp with data, replicated": ({"strategy": "cp", "context_ranks": 2, "context_weights": "replicated"}, "full", 3),
-}
+}  # fmt: skip
 for _strategy in ("ddp", "fsdp", "cp"):
     for _mode in ("none", "selective", "full"):
         for _accumulation in (1, 3):
@@ -245,16 +243,10 @@ def run(config, strategy, steps: int) -> dict[str, Any]:  # type: ignore[no-unty
         batches = StepBatches(loader, config.accumulation, None)
         for step in range(1, steps + 1):
             result = train_step(
-                state.model,
-                state.optimizer,
-                [to_device(b, device, strategy) for b in batches.next_step()],
-                step=step,
-                lr=learning_rate(config.train, step),
-                clip=config.train.clip,
-                precision=config.train.precision,
-                guard=state.guard,
-                strategy=strategy,
-            )
+                state.model, state.optimizer, [to_device(b, device, strategy) for b in batches.next_step()], step=step,
+                lr=learning_rate(config.train, step), clip=config.train.clip, precision=config.train.precision,
+                guard=state.guard, strategy=strategy,
+            )  # fmt: skip
             losses.append(result.loss.item())
             norms.append(result.grad_norm.item())
             if step == 1:

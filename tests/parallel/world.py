@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, Self
@@ -22,13 +23,13 @@ import tercet
 from fork_server import Child, ForkServer
 
 HERE = Path(__file__).parent
-GRACE_SECONDS = 40.0  # torchrun gives its ranks 30
 RESULT = "RESULT "
 
 
 def report(**values: Any) -> None:
     """In a rank: pass a result to the test."""
-    print(RESULT + json.dumps(values), flush=True)
+    sys.stdout.write(RESULT + json.dumps(values) + "\n")  # in one piece: other ranks write to the same file
+    sys.stdout.flush()
 
 
 def _results(output: str) -> list[dict[str, Any]]:
@@ -89,35 +90,6 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
-
-
-def run_torchrun(ranks: int, script: str, *arguments: str, seconds: float = 120, env: dict[str, str] | None = None):
-    """As `run_ranks`, under torchrun."""
-    done = torchrun(ranks, str(HERE / f"{script}.py"), *arguments, seconds=seconds, env=env)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return _results(done.stdout)
-
-
-def torchrun(
-    ranks: int, *arguments: str, seconds: float = 120, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run torchrun with this interpreter to its end, or raise subprocess.TimeoutExpired after `seconds`."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1"),
-        *arguments,
-    ]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=torchrun_environment(env), **pipes) as process:
-        try:
-            output, errors = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun then ends its ranks
-            output, errors = process.communicate(timeout=GRACE_SECONDS)
-            raise subprocess.TimeoutExpired(command, seconds, output, errors) from None
-        finally:
-            process.kill()
-    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def torchrun_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
@@ -193,15 +165,9 @@ class ForkedTorchrunRun(RunInBackground):
         self, server: ForkServer, output: Path, ranks: int, *arguments: str, options: tuple[str, ...] = ()
     ) -> None:
         self.output = output
-        command = ["--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1", *options]
-        command += [
-            "--start-method",
-            "fork",
-            "--run-path",
-            str(Path(tercet.__file__).with_name("__main__.py")),
-            "train",
-            *arguments,
-        ]
+        program = str(Path(tercet.__file__).with_name("__main__.py"))
+        command = ["--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1", *options, "--start-method", "fork"]
+        command += ["--run-path", program, "train", *arguments]
         self.child = server.call("torch.distributed.run:main", *command, output=output)
 
     def poll(self) -> int | None:
@@ -224,6 +190,7 @@ class TorchrunRun(RunInBackground):
         output: Path,
         ranks: int,
         *arguments: str,
+        program: tuple[str, ...] = ("-m", "tercet", "train"),
         options: tuple[str, ...] = (),
         env: dict[str, str] | None = None,
     ) -> None:
@@ -231,7 +198,7 @@ class TorchrunRun(RunInBackground):
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
             *("--local-addr", "127.0.0.1"),  # without a name server, a machine may not know its own name
             *(options or ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")),
-            *("-m", "tercet", "train", *arguments),
+            *(*program, *arguments),
         ]
         self.start(output, command, env)
 
@@ -255,6 +222,17 @@ class TorchrunRun(RunInBackground):
         if self.process.poll() is None:
             self.process.terminate()
             self.process.wait(60)
+
+
+def run_torchrun(ranks: int, script: str, *arguments: str, seconds: float = 120, env: dict[str, str] | None = None):
+    """As `run_ranks`, under torchrun."""
+    program = (str(HERE / f"{script}.py"),)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        TorchrunRun(Path(folder) / "output", ranks, *arguments, program=program, env=env) as run,
+    ):
+        assert run.wait(seconds) == 0, run.text
+        return _results(run.text)
 
 
 def flags(settings: dict[str, Any]) -> list[str]:

@@ -253,14 +253,10 @@ def test_a_run_with_graphs_resumes_to_the_same_losses(tmp_path: Path) -> None:
 def test_a_run_with_stages_resumes_between_them_to_the_same_losses(tmp_path: Path, how: str) -> None:
     """At a stage's start blocks are compiled and graphs captured as in a new process."""
     sizes = SIZES | {
-        "train__stages": f"{LENGTH // 2}:3,{LENGTH}:3:rope_theta=50000",
-        "train__tokens_per_step": 2 * 4 * LENGTH,
-        "train__micro_batch": 4,
-        "train__val_tokens": 4 * LENGTH,
-        "train__cuda_graph": how,
-        "data__shuffle_sequences": 10,
-        "run__deterministic": True,
-    }
+        "train__stages": f"{LENGTH // 2}:3,{LENGTH}:3:rope_theta=50000", "train__tokens_per_step": 2 * 4 * LENGTH,
+        "train__micro_batch": 4, "train__val_tokens": 4 * LENGTH, "train__cuda_graph": how,
+        "data__shuffle_sequences": 10, "run__deterministic": True,
+    }  # fmt: skip
     assert train_small(tmp_path / "straight", **sizes) == 0
     between = tmp_path / "straight" / "checkpoints" / "step-00000003"
     assert train_small(tmp_path / "resumed", **sizes, resume=str(between)) == 0
