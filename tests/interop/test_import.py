@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import tercet
@@ -17,9 +19,12 @@ from tercet import cli
 from tercet.attention.config import NSAConfig
 from tercet.cli import main
 from tercet.config.load import load
+from tercet.data.tokenizers import ByteTokenizer
 from tercet.errors import TercetError, UsageError
+from tercet.interop.huggingface import import_hf
 from tercet.interop.huggingface.export import export
 from tercet.interop.huggingface.import_hf import import_model
+from tercet.interop.huggingface.tokenizer import as_transformers_tokenizer
 
 SIZES = {
     "hidden_size": 32,
@@ -50,7 +55,7 @@ RECOMMENDED = {
     "compression": "mean",
     "compress_selected_keys": True,
 }
-PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
+PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("huggingface.md", "convert.md")]
 
 
 def dense_model(folder, config):
@@ -215,11 +220,41 @@ def test_the_recommended_settings_start_as_the_same_function(family, tmp_path):
         torch.testing.assert_close(made[0](tokens), made[1](tokens), rtol=1e-4, atol=1e-4)
 
 
+def test_an_import_prints_what_sparsity_costs(tmp_path, capsys):
+    sizes = {**SIZES, "vocab_size": 256, "max_position_embeddings": 1024}
+    dense_model(tmp_path / "dense", LlamaConfig(**sizes))
+    as_transformers_tokenizer(ByteTokenizer(), 1024).save_pretrained(tmp_path / "dense")
+    words = ["import", "hf", str(tmp_path / "dense"), str(tmp_path / "out"), "--attention", "block-sparse"]
+    assert cli.main([*words, "--nsa.select_count", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if "facts" in line and "1,024 tokens" in line)
+    dense, sparse = lines[at + 1 : at + 3]
+    assert re.match(r"dense +\d of 4 +\d\.\d{3}$", dense)
+    assert re.match(r"8 blocks of 64, own +\d of 4 +\d\.\d{3} +[+-]\d\.\d%$", sparse)
+    assert load(file=tmp_path / "out" / "config.toml").config.model.selector == "own"
+
+
+def test_a_gguf_file_is_read_by_transformers(tmp_path, monkeypatch):
+    model = dense_model(tmp_path / "dense", FAMILIES["qwen3"])
+    tokenizer = as_transformers_tokenizer(ByteTokenizer(), 256)
+    file = tmp_path / "small.gguf"
+    file.touch()
+    monkeypatch.setattr(import_hf.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="package gguf: pip install gguf"):
+        import_model(file, tmp_path / "out")
+    monkeypatch.setattr(import_hf.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(import_hf, "load_dense", lambda path, device: (model, tokenizer))
+    assert import_model(file, tmp_path / "out").run.run.name == "small-nsa"
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("dense", "out")]
+    assert torch.equal(weights[0]["model.embed_tokens.weight"], weights[1]["embedding.weight"])
+
+
 def test_the_import_commands_in_the_docs_work(tmp_path, monkeypatch):
     """One uses the paper's settings, one those of the preset m7c, two are block-sparse, one is two-branch."""
     dense_model(tmp_path / "Qwen3-0.6B", Qwen3Config(**{**SIZES, "num_hidden_layers": 1}, head_dim=16))
     monkeypatch.chdir(tmp_path)
-    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("tercet import hf ")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    lines = [line for line in text.splitlines() if line.startswith("tercet import hf ")]
     made = []
     for line in lines:
         assert cli.main(shlex.split(line)[1:]) == 0
@@ -227,8 +262,8 @@ def test_the_import_commands_in_the_docs_work(tmp_path, monkeypatch):
         run = load(file=out / "config.toml").config
         made.append(run.model)
         out.rename(f"made-{len(made)}")
-    paper, recommended, blocks, learned, two = made
-    assert (blocks.gate, blocks.dense_below) == ("none", 4096)
+    paper, recommended, two, blocks, learned = made
+    assert (blocks.gate, blocks.selector, blocks.dense_below) == ("none", "own", 4096)
     assert run.data.seq_len > max(learned.dense_below, learned.nsa.select_count * learned.nsa.select_block)
     assert learned == blocks.model_copy(update={"selector": "learned"})
     m7c, m7c_two = (load(name).config.model for name in ("m7c", "m7c-two-branch"))

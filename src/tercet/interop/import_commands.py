@@ -23,7 +23,7 @@ def hf(
     cover: Literal["selected", "window"] = "selected",
     gate_logit: float = 8.0,
     dense_below: int = 0,
-    selector: Literal["compressed", "learned"] | None = None,
+    selector: Literal["own", "compressed", "learned"] | None = None,
     seq_len: int | None = None,
     seed: int = 1337,
     check: bool = True,
@@ -31,7 +31,7 @@ def hf(
     """Import a dense Llama- or Qwen-style checkpoint, or a Tercet export, to continue training from it.
 
     Args:
-        source: Folder with config.json and safetensors.
+        source: Folder with config.json and safetensors, or a GGUF file (needs the package gguf).
         out: Folder to write: config.toml, model.safetensors, tokenizer.json.
         nsa: Block sizes of Native Sparse Attention.
         attention: nsa; block-sparse, which adds no parameters; two-branch, nsa without its compressed branch and with
@@ -43,14 +43,14 @@ def hf(
         gate_logit: Gates start at sigmoid(gate_logit) for the open branch, sigmoid(-gate_logit) for the others. Higher
             is closer to the dense model; with lower values the other branches learn sooner.
         dense_below: With block-sparse: queries at positions below this read everything.
-        selector: With block-sparse: what scores the blocks, means of their keys (compressed, the default) or new
-            projections (learned). Two-branch: always learned.
+        selector: What scores the blocks of block-sparse or two-branch: the model's own queries and keys (own, the
+            default of block-sparse), means of keys (compressed), or new projections (learned, that of two-branch).
         seq_len: Sequence length to train with; default: the model's own, at most 4096.
         seed: Random seed for newly initialized weights.
         check: Compare logits with those of transformers, of as many layers and tokens as are affordable; an import that
-            differs is an error.
+            differs is an error. With block-sparse also the loss, and facts planted in long texts, with the dense model.
     """
-    if not source.is_dir():
+    if not source.is_dir() and not (source.suffix == ".gguf" and source.is_file()):
         raise UsageError(
             f"{source} is not a folder: download the model first, e.g. with `hf download OWNER/NAME --local-dir "
             "FOLDER`, and pass its folder"
@@ -86,10 +86,7 @@ def hf(
         if not gated and length <= imported.exact_length and not two_stages:
             print(f"attention is still dense in sequences of {length:,} tokens: to train it sparse, use a longer "
                   "--data.seq_len, or import with --seq_len")  # fmt: skip
-        if not gated and model.selector == "compressed":
-            print("blocks are chosen by the means of their keys: if you can train the model, import it with --selector "
-                  "learned, which retrieves far more from long texts")  # fmt: skip
-    if not (source / "tokenizer.json").is_file():
+    if not (out / "tokenizer.json").is_file():
         print(f"warning: {source} has no tokenizer.json, so {out} uses the byte tokenizer, whose tokens are not this "
               "model's: add the file and import again, or train with --data.tokenizer", file=sys.stderr)  # fmt: skip
     flags: dict[str, Any] = {}

@@ -63,12 +63,12 @@ def attention_options(attention: str, dense_below: int, selector: str | None) ->
     options: dict[str, Any] = {}
     if sparse == [BLOCK_SPARSE]:
         options = {"gate": "none", "compression": "mean", "dense_below": dense_below}
-        options["selector"] = selector or "compressed"
+        options["selector"] = selector or "own"
     elif sparse == [TWO_BRANCH]:
         if selector == "compressed":
             raise UsageError(f"--selector compressed has no effect with --attention {attention}: drop it")
-        options = {"branches": ("selected", "window"), "selector": "learned"}
-    elif selector == "learned":
+        options = {"branches": ("selected", "window"), "selector": selector or "learned"}
+    elif selector not in (None, "compressed"):
         raise UsageError(f"--selector needs --attention {BLOCK_SPARSE} or {TWO_BRANCH}: other imports do not have it")
     return {"attention": attention.replace(sparse[0], "nsa") if sparse else attention, **options}
 

@@ -5,7 +5,10 @@ Continue training with: tercet train --config OUT/config.toml
 
 from __future__ import annotations
 
+import importlib.util
+import math
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -15,7 +18,8 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging
 
 from tercet.config.keys import flatten_table
@@ -26,6 +30,7 @@ from tercet.data.tokenizers import SOURCE_CONFIG, TOKENIZER, TRANSFORMERS_FILES
 from tercet.errors import TercetError, UsageError
 from tercet.inference.arguments import CONFIG as OUR_CONFIG
 from tercet.inference.arguments import WEIGHTS as OUR_WEIGHTS
+from tercet.inference.calibrate import load_dense, plant_facts
 from tercet.interop.huggingface import dense_weights
 from tercet.interop.huggingface.folder import (
     CONFIG,
@@ -76,6 +81,9 @@ def import_model(
     check: compare a dense model's logits with those of transformers, and fail if they differ.
     """
     source, out = Path(source), Path(out)
+    if source.suffix == ".gguf":
+        with _unpacked(source) as folder:
+            return import_model(folder, out, seq_len=seq_len, seed=seed, check=check, **options)
     if not source.is_dir():
         raise FolderError(f"{source} is not a folder: pass one with config.json and safetensors files")
     check_empty(out)
@@ -122,6 +130,8 @@ def import_model(
         if theirs is not None:
             skipped = "not compared with transformers, as --check=false says"
             notes.append(_compare(source, theirs, folder, config, windows) if check else skipped)
+        if check and theirs is not None and not config.spec("nsa").gated and (source / TOKENIZER).is_file():
+            notes += _compare_sparse(source, folder, run, windows)
     return Imported(out, run, exact_length, restored, tuple(notes))
 
 
@@ -134,6 +144,19 @@ def batch_settings(seq_len: int) -> dict[str, int]:
         "train.micro_batch": batch,
         "train.tokens_per_step": tokens * max(1, 65536 // tokens),
     }
+
+
+@contextmanager
+def _unpacked(file: Path) -> Iterator[Path]:
+    """A GGUF file as a folder, by transformers' own loader."""
+    if importlib.util.find_spec("gguf") is None:
+        raise UsageError(f"{file}: reading GGUF files needs the package gguf: pip install gguf")
+    with tempfile.TemporaryDirectory() as temporary, quiet():
+        model, tokenizer = load_dense(file, "cpu")
+        folder = Path(temporary) / file.stem
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        yield folder
 
 
 def _check_no_options(source: Path, options: ImportOptions, ours: bool) -> None:
@@ -299,6 +322,44 @@ def _compare(
         f"compared with transformers{dense}{share}: logits of {len(lengths)} sequences of up to {lengths[-1]:,} tokens"
         f"{short} differ by at most {worst:.1g} of their size"
     )
+
+
+@torch.no_grad()
+def _compare_sparse(source: Path, folder: Path, run: RunConfig, windows: Sequence[int | None]) -> list[str]:
+    """A table of what reading blocks costs: facts found in long texts and loss, of the dense and the sparse model."""
+    config, gpu = run.model, torch.cuda.is_available()
+    length = 2 * max(config.nsa.selected_tokens, config.dense_below)
+    weights = LazyWeights([folder / OUR_WEIGHTS])
+    size = sum(math.prod(shape) for shape in weights.shapes.values())
+    if "nsa" not in config.attention_kinds or config.selector == "learned" or run.data.seq_len < length:
+        return []
+    if size > MOST_PARAMETERS and not gpu:
+        return ["facts and loss were not compared with the dense model: too expensive without a GPU"]
+    try:
+        documents = plant_facts(AutoTokenizer.from_pretrained(source), length=length, count=16 if gpu else 4)
+    except (OSError, ValueError, UsageError) as error:  # a tokenizer that transformers does not know, or too few tokens
+        return [f"facts and loss were not compared with the dense model: {describe(error)}"]
+    lines, first = [f"{'':24}{'facts':>10}{'loss':>8}   in texts of {length:,} tokens"], 0.0
+    model = dense_weights.dense_model(config, windows, weights).to("cuda" if gpu else "cpu")
+    for name in ("dense", f"{config.nsa.select_count} blocks of {config.nsa.select_block}, {config.selector}"):
+        if name != "dense":
+            sparse = Transformer(config).to(model.embedding.weight.device)
+            sparse.load_state_dict(model.state_dict())
+            model = sparse.eval()
+        found, losses = 0, []
+        for document in documents:
+            tokens = torch.tensor([document.tokens], device=model.embedding.weight.device)
+            hidden, answer = model.hidden(tokens), slice(document.answer.start, document.answer.stop)
+            guess = model.logits(hidden[:, answer.start - 1 : answer.stop - 1]).argmax(-1)
+            found += torch.equal(guess, tokens[:, answer])
+            text = slice(answer.start - 320, answer.start - 64)
+            logits = model.logits(hidden[0, text.start - 1 : text.stop - 1]).float()
+            losses.append(F.cross_entropy(logits, tokens[0, text]).item())
+        loss = sum(losses) / len(losses)
+        change = f"   {loss / first - 1:+.1%}" if first else ""
+        first = first or loss
+        lines.append(f"{name:24}{f'{found} of {len(documents)}':>10}{loss:8.3f}{change}")
+    return lines
 
 
 def _expected_logits(
