@@ -116,3 +116,18 @@ def run(layer: Any, x: Any, cu_seqlens: Any = None, *, theta: float = 10000.0, s
         cu_seqlens,
     )
     return linear(layer.o_proj, answer.out.reshape(batch, tokens, -1)), answer
+
+
+def one_branch(layer: Any, x: Any, cu_seqlens: Any = None) -> oracle.Answer:
+    """The Answer of a layer without gates, with its output projected: BlockSparseAttention or WindowAttention."""
+    tokens, positions = _numpy(x), oracle.document_positions(x.shape[1], cu_seqlens)
+    q = linear(layer.q_proj, tokens).reshape(*x.shape[:2], layer.heads, layer.head_dim)
+    parts = np.split(linear(layer.kv_proj, tokens), [layer.kv_heads * layer.head_dim], -1)
+    k, v = (part.reshape(*x.shape[:2], layer.kv_heads, -1) for part in parts)
+    if layer.q_norm is not None:
+        q, k = rms_norm(layer.q_norm, q), rms_norm(layer.k_norm, k)
+    q, k = oracle.rope(q, positions), oracle.rope(k, positions)
+    answer = oracle.block_sparse(q, k, v, layer.config, layer.spec.dense_below, cu_seqlens)
+    out = answer.window if layer.kind == "window" else answer.out
+    answer.out = linear(layer.o_proj, out.reshape(*x.shape[:2], -1))
+    return answer

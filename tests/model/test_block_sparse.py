@@ -10,7 +10,6 @@ import torch
 from pydantic import ValidationError
 
 import layer_oracle
-import oracle
 import tercet
 from cases import cu
 from tercet.config.flags import key_options, read_arguments
@@ -35,26 +34,14 @@ def make_model(**options: object) -> Transformer:
     return Transformer(ModelConfig(**{**sizes, "nsa": NSA, **BLOCK_SPARSE, **options}))
 
 
-def by_loops(layer: tercet.BlockSparseAttention, x: torch.Tensor, bounds: torch.Tensor | None) -> oracle.Answer:
-    positions = oracle.document_positions(x.shape[1], bounds)
-    tokens = x.detach().double().numpy()
-    q = layer_oracle.linear(layer.q_proj, tokens).reshape(*x.shape[:2], 4, 4)
-    kv = layer_oracle.linear(layer.kv_proj, tokens)
-    k, v = (part.reshape(*x.shape[:2], 2, 4) for part in np.split(kv, 2, -1))
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q, k = layer_oracle.rms_norm(layer.q_norm, q), layer_oracle.rms_norm(layer.k_norm, k)
-    q, k = oracle.rope(q, positions), oracle.rope(k, positions)
-    answer = oracle.block_sparse(q, k, v, layer.config, layer.spec.dense_below, bounds)
-    answer.out = layer_oracle.linear(layer.o_proj, answer.out.reshape(*x.shape[:2], -1))
-    return answer
-
-
 @pytest.mark.parametrize("options", [{}, {"dense_below": 25}, {"qk_norm": True, "bias": True}])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 def test_a_layer_equals_the_oracle(options: dict[str, object], documents: tuple[int, ...] | None):
     layer, x = make(**options), torch.randn(1, 80, 12, dtype=torch.float64)
     y = layer(x, cu_seqlens=cu(documents))
-    np.testing.assert_allclose(y.detach().numpy(), by_loops(layer, x, cu(documents)).out, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        y.detach().numpy(), layer_oracle.one_branch(layer, x, cu(documents)).out, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
-import numpy as np
 import pytest
 import torch
 
-import oracle
+import layer_oracle
 import tercet
-from cases import config
-from layer_oracle import linear, rms_norm
+from cases import config, cu
 
 CFG = config()
-CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 CLOSE_TO_ORACLE = {"rtol": 1e-5, "atol": 1e-5}  # cos and sin are fp32 in the layer
 
 
@@ -26,42 +21,13 @@ def make(**options):
     return layer
 
 
-def looped(layer, x: torch.Tensor, bounds: list[int]) -> torch.Tensor:
-    """Key by key in float64 numpy."""
-    x = x.numpy()
-    batch, tokens, _ = x.shape
-    heads, groups, size, value_size = layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim
-    q = linear(layer.q_proj, x).reshape(batch, tokens, heads, size)
-    kv = linear(layer.kv_proj, x)
-    k = kv[..., : groups * size].reshape(batch, tokens, groups, size)
-    v = kv[..., groups * size :].reshape(batch, tokens, groups, value_size)
-    if layer.q_norm is not None:
-        q, k = rms_norm(layer.q_norm, q), rms_norm(layer.k_norm, k)
-    positions = [t for a, b in pairwise(bounds) for t in range(b - a)]
-    q, k = oracle.rope(q, positions), oracle.rope(k, positions)
-    out = np.zeros((batch, tokens, heads, value_size))
-    for b in range(batch):
-        for t in range(tokens):
-            for h in range(heads):
-                g = h // (heads // groups)
-                seen = range(max(t - positions[t], t - layer.config.window + 1), t + 1)
-                keys, values = ([x[b, s, g] for s in seen] for x in (k, v))
-                out[b, t, h], _ = oracle.softmax_attend(q[b, t, h], keys, values, value_size)
-    return torch.from_numpy(linear(layer.o_proj, out.reshape(batch, tokens, -1)))
-
-
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True}, {"heads": 3, "kv_heads": 3}, {"bias": True}], ids=str)
-def test_the_layer_equals_a_loop_over_keys(options):
+@pytest.mark.parametrize("documents", [None, (1, 19, 0, 33)], ids=["whole", "packed"])
+def test_the_layer_equals_the_oracle(options, documents):
     layer = make(**options)
-    x = torch.randn(2, 3 * CFG.window + 1, 12, dtype=torch.float64)
-    torch.testing.assert_close(layer(x), looped(layer, x, [0, x.shape[1]]), **CLOSE_TO_ORACLE)
-
-
-def test_packed_documents_equal_a_loop_over_keys():
-    layer, bounds = make(), [0, 1, 20, 20, 53]
-    x = torch.randn(1, 53, 12, dtype=torch.float64)
-    packed = layer(x, torch.tensor(bounds, dtype=torch.int32))
-    torch.testing.assert_close(packed, looped(layer, x, bounds), **CLOSE_TO_ORACLE)
+    x = torch.randn(1 if documents else 2, sum(documents or [3 * CFG.window + 1]), 12, dtype=torch.float64)
+    expected = torch.from_numpy(layer_oracle.one_branch(layer, x, cu(documents)).out)
+    torch.testing.assert_close(layer(x, cu(documents)), expected, **CLOSE_TO_ORACLE)
 
 
 def test_it_has_the_parameters_of_a_dense_layer_and_no_others():

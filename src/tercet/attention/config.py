@@ -52,11 +52,6 @@ def check_group_size(heads: int, kv_heads: int) -> int:
     return heads // kv_heads
 
 
-def reads_compressed(branches: tuple[str, ...], selector: str) -> bool:
-    """Whether anything reads compressed tokens: their branch, or the choice of blocks."""
-    return "compressed" in branches or ("selected" in branches and selector == "compressed")
-
-
 def check_branches(branches: tuple[str, ...]) -> tuple[str, ...]:
     """Return the branches in the paper's order; raise on an empty, repeated or unknown one."""
     unknown = [b for b in branches if b not in BRANCHES]

@@ -77,11 +77,12 @@ class AttentionInputs(NamedTuple):
         selected, window = ((keys.get(branch), values.get(branch)) for branch in ("selected", "window"))
         return cls(q, *compressed, *selected, *window, gates)
 
-    def keys_and_values(self, branches: tuple[str, ...]) -> dict[str, Tensor]:
-        """Those of these branches that are given, and q, by name."""
-        return {
-            name: x for name, x in self._asdict().items() if x is not None and (name == "q" or name[2:] in branches)
-        }
+    def pair(self, branch: str) -> tuple[Tensor, Tensor]:
+        """Keys and values of a branch that the call reads."""
+        k, v = (getattr(self, f"{kind}_{branch}") for kind in "kv")
+        assert k is not None
+        assert v is not None
+        return k, v
 
     def map(self, change: Any) -> Self:
         return self._replace(**{name: change(x) for name, x in self._asdict().items() if x is not None})
@@ -254,10 +255,8 @@ def attend(
     if packing is not None and not isinstance(packing, Packing):
         raise TypeError(f"packing is {type(packing).__name__}: expected a Packing, or pass cu_seqlens")
     if spec.dense:
-        assert inputs.k_selected is not None
-        assert inputs.v_selected is not None
-        out = dense_attention(q, inputs.k_selected, inputs.v_selected, packing, span)
-        return Attended(out, None, spec.branches, dense_route(q, inputs.v_selected, packing, span))
+        k, v = inputs.pair("selected")
+        return Attended(dense_attention(q, k, v, packing, span), None, spec.branches, dense_route(q, v, packing, span))
     beyond = spec.dense_below > config.selected_tokens
     if beyond and span is not WHOLE:
         raise ValueError(
@@ -373,28 +372,19 @@ def _reference(
     outs: dict[str, Tensor] = {}
     want_indices = block_indices is None and (select or spec.selects)
     if "compressed" in spec.branches or want_indices:
-        assert inputs.k_compressed is not None
-        assert inputs.v_compressed is not None
-        out, indices, _ = reference.compressed_attention(
-            q, inputs.k_compressed, inputs.v_compressed, config, packing, want_indices=want_indices, span=span
-        )
+        k, v = inputs.pair("compressed")
+        out, indices, _ = reference.compressed_attention(q, k, v, config, packing, want_indices=want_indices, span=span)
         if "compressed" in spec.branches:
             outs["compressed"] = out
         if indices is not None:
             block_indices = keep_selection(indices)
     if spec.selects:
-        assert inputs.k_selected is not None
-        assert inputs.v_selected is not None
         assert block_indices is not None
-        outs["selected"] = reference.selected_attention(
-            q, inputs.k_selected, inputs.v_selected, block_indices, config, packing, span
-        )
+        k, v = inputs.pair("selected")
+        outs["selected"] = reference.selected_attention(q, k, v, block_indices, config, packing, span)
     if "window" in spec.branches:
-        assert inputs.k_window is not None
-        assert inputs.v_window is not None
-        outs["window"] = reference.window_attention(
-            q, inputs.k_window, inputs.v_window, config, packing, span.of_window
-        )
+        k, v = inputs.pair("window")
+        outs["window"] = reference.window_attention(q, k, v, config, packing, span.of_window)
     if inputs.gates is None:
         return outs[spec.branches[0]], block_indices
     return reference.combine(inputs.gates, outs).to(q.dtype), block_indices

@@ -117,6 +117,11 @@ class AttentionSpec:
         return not self.gated and self.selects and self.scorer == "compressed"
 
     @property
+    def reads_compressed(self) -> bool:
+        """Whether anything reads compressed tokens or means of keys."""
+        return self.compresses or self.pools
+
+    @property
     def kv_sets(self) -> tuple[int, int]:
         """Sets of keys and of values that a layer projects."""
         if not self.gated or self.shared_kv:

@@ -14,7 +14,6 @@ from tercet.attention.config import (
     check_branches,
     check_group_size,
     check_sizes,
-    reads_compressed,
 )
 from tercet.attention.spec import DENSE, SCORERS, AttentionSpec, block_sparse, check_exact_groups, window
 
@@ -340,7 +339,7 @@ class ModelConfig(BaseModel):
             sizes = tuple(f"nsa.{f.name}" for f in fields(self.nsa) if f.name != "window")
             unused[f"no layer is nsa (model.attention={self.attention})"] = (*NSA_ONLY, *sizes)
         else:
-            if not reads_compressed(self.branches, self.selector):
+            if not self.spec("nsa").reads_compressed:
                 unused["no layer reads compressed tokens (model.branches, model.selector)"] = (
                     "compression", "compress_selected_keys", "nsa.compress_block", "nsa.compress_stride"
                 )  # fmt: skip

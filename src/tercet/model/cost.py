@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tercet.attention.config import BRANCHES, NSAConfig, reads_compressed
+from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.model.config import ModelConfig
 
 FP32 = 4
@@ -119,7 +119,7 @@ def _selector_weights(model: ModelConfig, kind: str) -> int:
 def compression_flops(model: ModelConfig, length: int) -> float:
     """FLOPs of φ over one document, for keys and values: l·D -> D per chunk of d tokens and KV head (a chunk is
     multiplied once for all its places in a block), D -> D per compressed token."""
-    if model.compression == "mean" or not reads_compressed(model.branches, model.selector):
+    if model.compression == "mean" or not model.spec("nsa").reads_compressed:
         return 0.0
     compressed = model.nsa.num_compressed(length)
     chunks = length // model.nsa.compress_stride if compressed else 0
@@ -162,7 +162,7 @@ def scoring_flops(model: ModelConfig, length: int) -> float:
         return 0.0
     if model.selector == "learned":  # a selector's queries times its keys in free blocks
         return 2.0 * model.kv_heads * model.selector_dim * _free_pairs(nsa, length)
-    if "compressed" in model.branches or not reads_compressed(model.branches, model.selector):
+    if "compressed" in model.branches or not model.spec("nsa").reads_compressed:
         return 0.0
     # Without a compressed branch: queries times compressed keys, once for the log-sum-exp and once for the scores.
     return 4.0 * model.heads * model.head_dim * compressed_pairs(nsa, length)
@@ -286,7 +286,7 @@ def _attention_extras(model: ModelConfig, kind: str) -> int:
         extras += model.heads * model.head_dim + _kv_rows(model, kind) + model.dim
     if not _has_gates(model, kind):
         return extras
-    learned = model.compression == "mlp" and reads_compressed(model.branches, model.selector)
+    learned = model.compression == "mlp" and model.spec("nsa").reads_compressed
     block = model.nsa.compress_block
     phi = sum(block * d + (block * d + 1) * d + (d + 1) * d for d in _head_sizes(model)) if learned else 0
     return extras + len(BRANCHES) * model.heads + phi
