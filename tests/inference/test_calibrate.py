@@ -14,7 +14,7 @@ import tercet.interop.huggingface
 from tercet.attention.selector import slow_channels
 from tercet.cli import main
 from tercet.inference import calibrate
-from tercet.inference.calibrate import Document, FactTable, Geometry, Grid, Setting, fact_table, measure, plant_facts
+from tercet.inference.calibrate import Document, FactTable, Grid, Setting, fact_table, measure, plant_facts
 
 SIZES = {
     "hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "head_dim": 48,
@@ -34,9 +34,8 @@ def folder(tmp_path_factory):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
     with torch.no_grad():
-        for layer in model.model.layers:  # far from uniform attention
-            layer.self_attn.q_proj.weight *= 30
-            layer.self_attn.k_proj.weight *= 30
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= 900  # far from uniform attention
     model.save_pretrained(out)
     return out
 
@@ -51,10 +50,8 @@ def test_a_document_asks_for_its_fact(loaded):
     assert {len(d.tokens) for d in documents} == {1200}
     assert len({d.fact.start * 10 // 1200 for d in documents}) > 4  # depths
     for d in documents:
-        fact, answer = (loaded[1].decode([d.tokens[i] for i in part]) for part in (d.fact, d.answer))
-        assert answer.strip().isdigit()
-        assert answer.strip() in fact
-        assert loaded[1].decode(d.tokens).count(answer.strip()) == 2
+        fact, answer = (loaded[1].decode([d.tokens[i] for i in part]).strip() for part in (d.fact, d.answer))
+        assert (answer.isdigit(), fact.count(answer), loaded[1].decode(d.tokens).count(answer)) == (True, 1, 2)
 
 
 def test_what_is_kept_is_the_attention_on_the_blocks_that_the_operator_reads(loaded, monkeypatch):
@@ -74,9 +71,8 @@ def test_what_is_kept_is_the_attention_on_the_blocks_that_the_operator_reads(loa
     assert not answered
     assert model.config._attn_implementation == "sdpa"
     asked, ordinary = range(198, 202), torch.linspace(203 / 2, 199 - 64, calibrate.ORDINARY).long().tolist()
-    config = tercet.NSAConfig(8, 8, block, tokens // block)
+    causal, config = torch.ones(203, 203, dtype=torch.bool).tril(), tercet.NSAConfig(8, 8, block, tokens // block)
     for layer, (q, k) in seen.items():
-        causal = torch.ones(203, 203, dtype=torch.bool).tril()
         logits = q[0] @ k[0].repeat_interleave(3, 0).transpose(1, 2) * 48**-0.5
         p = logits.masked_fill(~causal, -torch.inf).softmax(-1).unflatten(0, (2, 3)).sum(1)  # [groups, queries, keys]
         q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -116,15 +112,13 @@ def setting(exact, fact, mass, block=64, tokens=1024):
 def test_the_fastest_setting_that_keeps_enough_is_recommended():
     groups = [(0, 1, 0.6), (1, 0, 0.3), (0, 0, 0.1), (1, 1, 0.0)]
     settings = [
-        setting(1.0, 0.95, 0.9), setting(0.5, 0.945, 0.88), setting(0.25, 0.93, 0.88), setting(0.0, 0.95, 0.8),
+        setting(1.0, 0.95, 0.9), setting(0.5, 0.945, 0.88), setting(0.25, 0.93, 0.88), setting(0.0, 0.95, 0.83),
         setting(1.0, 0.93, 0.9, tokens=512), setting(0.5, 0.96, 0.95, tokens=2048),
     ]  # fmt: skip
-    table = FactTable(Geometry(2, 32, 2, 128), [], settings, groups, 4, 4, 4096)
+    table = FactTable((2, 32, 2, 128), [], settings, groups, 4, 4, 4096)
     assert table.default == settings[0]
     assert table.recommended == settings[1]
-    assert table.exact_groups(0.5) == [[1], [0]]
-    assert table.exact_groups(0.25) == [[1], []]
-    assert table.exact_groups(1.0) == []
+    assert [table.exact_groups(share) for share in (0.5, 0.25, 1.0)] == [[[1], [0]], [[1], []], []]
     assert "exact_groups" not in table.stored(settings[0])
     assert table.stored(settings[1])["exact_groups"] == [[1], [0]]
     # an eighth of a dense forward pass for the scores, at 64k, and 1,024 of 32k keys on average
@@ -137,11 +131,8 @@ def test_the_command_prints_a_table_and_stores_its_recommendation(folder, capsys
     text = tmp_path / "own.txt"
     text.write_text("It rains in the hills, and the river rises slowly. " * 60)
     assert main(["calibrate", str(folder), "--text", str(text), "--length", "1100", "--facts", "2", "--store"]) == 0
-    out = capsys.readouterr().out
-    assert "16 of 32 " in out
-    assert "recommended: " in out
-    stored = json.loads((folder / "config.json").read_text())["tercet"]
-    assert stored["selector"] == "own"
+    assert "recommended: " in capsys.readouterr().out
+    assert json.loads((folder / "config.json").read_text())["tercet"]["selector"] == "own"
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=tercet.interop.huggingface.attention.NAME)
     assert model(torch.ones(1, 600, dtype=torch.long)).logits.isfinite().all()
 
@@ -152,13 +143,11 @@ def test_the_command_prints_a_table_and_stores_its_recommendation(folder, capsys
         ("nowhere", "does not exist"),
         ("{folder}/..", "no config.json"),
         ("{folder}/tokenizer.json --store", "--store needs a folder"),
-        ("{folder} --facts 0", "facts=0"),
         ("{folder} --length 300", "too short"),
         ("{folder} --text nowhere.txt", "nowhere.txt cannot be read"),
     ],
 )
 def test_errors_are_one_line(arguments, words, folder, capsys):
     assert main(["calibrate", *arguments.format(folder=folder).split()]) == 2
-    err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(err) == 1
-    assert words in err[0]
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert words in error
