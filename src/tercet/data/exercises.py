@@ -16,9 +16,11 @@ evaluation no others.
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from string import ascii_lowercase
 from typing import Any, NamedTuple, TypeVar
 
@@ -148,46 +150,6 @@ class Words:
         return self.word(draws) if kind == 6 else self.pair(draws)
 
 
-_TRAINING = """
-acorn agate alder amber anchor apple apron arrow aspen atlas autumn bamboo banner barley basil basket beacon beaver
-bench birch bishop blanket blossom bottle bramble brass breeze bridge bronze brook bucket butter cabin cactus camel
-candle canoe canvas canyon carbon cargo carpet carrot castle cedar cellar cherry chestnut chisel cinder citrus clover
-cobalt cobble coconut comet copper coral cotton cradle crane crater cricket crimson crystal curtain cypress dagger daisy
-dancer desert diamond dolphin donkey dragon drizzle drum eagle ember emerald engine falcon farmer feather fennel fern
-ferry fiddle finch flannel flute fossil fountain fox frost galaxy garden garlic garnet gazelle ginger glove goblet gold
-granite grape gravel guitar hammer hammock harvest hazel heather helmet heron hickory honey hornet indigo iris iron
-island ivory jacket jaguar jasmine jasper jewel jungle juniper kernel kestrel kettle kitten ladder lagoon lake larch
-laurel lavender leather lemon leopard lily linen lion lizard lobster locket lotus lynx magnet magpie mango maple marble
-maroon marsh meteor mint mirror mitten molten monkey moss mountain mulberry mustard nectar needle nickel nutmeg oak
-oasis ocean olive onyx opal orange orchid osprey otter oyster paddle palace panther paper parrot pastel peach pearl
-pebble pelican pepper petal pigeon pillow pine planet plum pocket pollen pony poplar poppy prairie prism puffin pumpkin
-purple quartz quill rabbit raven reef ribbon river robin rocket rose ruby rustic saffron sage salmon sapphire satin
-scarlet sequoia shadow shell silver slate sparrow spice spider spruce stable starling steel stone storm summer swan
-tangerine teal temple thimble thistle thunder tiger timber topaz tornado trumpet tulip tundra turtle twilight umbrella
-valley vanilla velvet violet walnut walrus willow window winter wolf yarrow yellow zebra zinc
-"""
-
-_HELD_OUT = """
-abbey almond alpaca anvil apricot armour avocado badger balcony ballad basalt beetle bellows bison bobbin bonfire burrow
-buttress cameo caramel cathedral cello charcoal chimney cicada cider clarinet cloak cougar coyote cranberry crocus
-crouton cymbal delta domino dormouse dune ebony elbow elderberry elk envelope falafel fathom fig flamingo flint foghorn
-gable galleon gannet gecko geyser gherkin glider gondola gourd griffin grotto halibut harp hedge hemlock hyena ibis
-icicle inkwell jackal jetty kale kelp kiln kiwi krill lacquer lantana lattice lichen limerick mallard mandolin
-marigold marmot mastiff meerkat mongoose moose mosaic nougat nuthatch oboe ocelot okra origami outpost oxbow papaya
-parchment parsnip pavilion pewter pheasant piccolo pistachio plaza plover polka porcelain puma quail quarry quince
-quiver raccoon radish raft rhubarb rosemary rye scallop sextant shamrock shovel sickle skylark sloth snail sorrel
-spindle squid stork sundial tassel teapot terrace toffee tortoise toucan trellis truffle trout tugboat turnip
-turret urchin vault viaduct vulture wagon warbler wasp weasel wharf wicker wigwam wombat yak yogurt zeppelin zither
-"""
-
-TRAINING_WORDS = Words(tuple(_TRAINING.split()), held_out=False)
-HELD_OUT_WORDS = Words(tuple(_HELD_OUT.split()), held_out=True)
-
-
-# Training has only 16 templates for single facts: with thousands, each seen rarely, a model found fewer facts
-# (docs/lab-notes/learned-selection.md).
-
-
 class Pair(NamedTuple):
     """One fact about a key, and the question for it: `ask`, the answer, `end`. {what} is the name of the property."""
 
@@ -228,99 +190,21 @@ class Wordings:
     ranked_lists: tuple[WordList, ...]  # the answer is in the order of frequency
     filler: tuple[str, ...]  # sentences without information, for repeated filler
 
-
-TRAINING_WORDINGS = Wordings(
-    whats=(
-        "access code", "serial number", "tracking id", "order number", "pass phrase", "badge number", "batch id",
-        "checksum", "port", "ledger entry", "signature", "account", "label", "reference",
-    ),
-    pairs=(
-        Pair("The {what} for {key} is {value}.", "The {what} for {key} is ", "."),
-        Pair("The {what} of {key} is {value}.", "What is the {what} of {key}? "),
-        Pair("# The {what} for {key} is {value}.", "# The {what} for {key} is ", "."),
-        Pair("# {key}: {what} {value}", "# {key}: {what} "),
-        Pair("SET {key} = {value}", "GET {key} = "),
-        Pair("{key} = {value}", "assert {key} == "),
-        Pair("{key}: {value}", "{key}: "),
-        Pair("Remember that {key} has the {what} {value}.", "As noted above, {key} has the {what} ", "."),
-        Pair("// {what} of {key} -> {value}", "// {what} of {key} -> "),
-        Pair("- {key} | {what} | {value}", "- {key} | {what} | "),
-        Pair("Note: {value} is the {what} of {key}.", "Question: which {what} belongs to {key}? Answer: "),
-        Pair('TABLE["{key}"] = "{value}"', 'assert TABLE["{key}"] == "', '"'),
-        Pair('{{"name": "{key}", "value": "{value}"}}', '{{"name": "{key}", "value": "', '"}'),
-        Pair("def {key}(): return {value}", "print({key}())  # "),
-        Pair("For {key}, use the {what} {value}.", "Q: Which {what} is used for {key}?  A: "),
-        Pair("<item id={key}>{value}</item>", "<get id={key}>", "</get>"),
-    ),
-    values=(
-        ("All values of {key}: ", ""),
-        ("# every {what} of {key}: ", ""),
-        ("LIST {key} = ", ""),
-        ("The {what}s given for {key}, in order, are ", "."),
-    ),
-    keys=(
-        ("The {what}s for {keys} are ", "."),
-        ("GET {keys} = ", ""),
-        ("# {what} of each of {keys}: ", ""),
-        ("Question: what are the values of {keys}? Answer: ", ""),
-    ),
-    chains=(
-        Chain("{name} = {value}", "{name} = {source}", "# names equal to {value}: "),
-        Chain("SET {name} {value}", "COPY {source} {name}", "FIND {value}: "),
-        Chain("let {name} be {value}", "let {name} be {source}", "The names that are {value}: ", "."),
-        Chain("{name} <- {value};", "{name} <- {source};", "which names hold {value}? "),
-    ),
-    lists=(
-        WordList("Words:\n", "{number}. {word}", " ", "The {count} most common words in the list are "),
-        WordList("# words: ", "{word}", ", ", "# top {count}, by first appearance: "),
-        WordList("WORDS ", "{word}", " ", "COMMON {count}: "),
-    ),
-    ranked_lists=(
-        WordList("Code text: ", "{word}", " ", "Its {count} most frequent words, most frequent first: "),
-        WordList("# stream: ", "{word}", " ", "# {count} most frequent, ranked: "),
-        WordList("TOKENS\n", "{word}", " ", "RANK {count}: "),
-    ),
-    filler=(
-        "The wind is cold.", "The street is wet.", "The bread is warm.", "We go on.", "Left and right again.",
-    ),
-)  # fmt: skip
-
-HELD_OUT_WORDINGS = Wordings(
-    whats=("locker combination", "docking permit", "archive tag", "ticket", "seal", "call sign"),
-    pairs=(
-        Pair("One lock has a name and a secret: {key} opens with {value}.", "The secret that opens {key} is ", "."),
-        Pair("Hear ye: the {what} assigned to {key} reads {value}.", "The {what} assigned to {key} reads ", "."),
-        Pair("/* {what} {key} => {value} */", "/* {what} {key} => ", " */"),
-        Pair("STORE {value} UNDER {key}", "FETCH {key} RETURNS "),
-        Pair("Visitors to {key} will need its {what}, {value}.", "Visitors to {key} will need its {what}, ", "."),
-        Pair("register({key!r}, {value!r})", "lookup({key!r}) -> '", "'"),
-    ),
-    values=(
-        ("Everything stored under {key}, first to last: ", "."),
-        ("/* each {what} seen with {key} */ ", ""),
-    ),
-    keys=(
-        ("Respectively, the {what}s assigned to {keys} read ", "."),
-        ("FETCH EACH OF {keys} RETURNS ", ""),
-    ),
-    chains=(
-        Chain("VARIABLE {name} := {value}", "VARIABLE {name} := VARIABLE {source}", "VARIABLES WITH {value} := "),
-        Chain("bind {name} to {value}", "bind {name} to {source}", "bound to {value} are ", "."),
-    ),
-    lists=(
-        WordList("Here is an enumeration. ", "({number}) {word}", " ", "Its {count} usual members, as met: "),
-        WordList("/* vocabulary */ ", "{word}", "; ", "/* the {count} that repeat most */ "),
-    ),
-    ranked_lists=(
-        WordList("Transcript of signals follows. ", "{word}", " ", "The {count} leading signals by count were "),
-        WordList("/* signals */ ", "{word}", " ", "/* {count} leading signals */ "),
-    ),
-    filler=(
-        "The grove is quiet.", "The tide is low.", "The clock is slow.", "On they walked.", "Out and home once more.",
-    ),
-)  # fmt: skip
+    @classmethod
+    def of(cls, table: dict[str, Any]) -> Wordings:
+        """From exercises.toml."""
+        kinds = {"pairs": Pair, "chains": Chain, "lists": WordList, "ranked_lists": WordList}
+        rows: dict[str, Any] = {name: tuple(kinds[name](*row) for row in table[name]) for name in kinds}
+        pairs: dict[str, Any] = {
+            name: tuple((question, end) for question, end in table[name]) for name in ("values", "keys")
+        }
+        return cls(tuple(table["whats"]), filler=tuple(table["filler"]), **rows, **pairs)
 
 
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TRAINING_WORDS = Words(tuple(_TABLES["training"]["words"].split()), held_out=False)
+HELD_OUT_WORDS = Words(tuple(_TABLES["held_out"]["words"].split()), held_out=True)
+TRAINING_WORDINGS, HELD_OUT_WORDINGS = Wordings.of(_TABLES["training"]), Wordings.of(_TABLES["held_out"])
 _W, _P = TRAINING_WORDS, TRAINING_WORDINGS
 
 
