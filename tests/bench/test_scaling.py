@@ -11,7 +11,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tercet.attention.config import NSAConfig
-from tercet.bench.scaling import cases, context_traffic, outlook, shard_bytes, table
 from tercet.config.load import load
 from tercet.model.transformer import Transformer
 
@@ -32,6 +31,8 @@ def print_shard_size() -> int:
 
 
 def test_a_rank_holds_its_share_of_the_weights_and_little_more(fork_server):
+    from scaling import shard_bytes  # not in the child process
+
     child = fork_server.call("bench.test_scaling:print_shard_size")
     assert child.wait() == 0, child.output
     held = int(child.output.split()[-1])
@@ -41,6 +42,8 @@ def test_a_rank_holds_its_share_of_the_weights_and_little_more(fork_server):
 
 
 def test_a_million_tokens_over_eight_ranks_fetch_seven_eighths_of_the_keys():
+    from scaling import context_traffic
+
     model = load(preset="m7c").config.model
     row = 2 * model.kv_heads * 2 * model.head_dim
     sent = context_traffic(model, 1 << 20, 8, passes=1) / model.layers / row
@@ -51,6 +54,8 @@ def test_a_million_tokens_over_eight_ranks_fetch_seven_eighths_of_the_keys():
 
 
 def test_the_page_shows_what_the_formulas_give():
+    from scaling import cases, outlook, table
+
     page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
     assert "\n".join(table(cases())) in page
     assert all(outlook(case).tokens_per_s > 0 for case in cases())

@@ -149,14 +149,6 @@ def train(
     return main(cells, steps=steps, repeats=repeats, seconds=seconds, out=Path(out) if out else None)
 
 
-def scaling() -> int:
-    """Estimate communication, memory and throughput of runs on many GPUs, by formula."""
-    from tercet.bench.scaling import cases, table
-
-    print("\n".join(table(cases())))
-    return 0
-
-
 def _check_budget(budget: float) -> None:
     if not 0 < budget < math.inf:
         raise UsageError(f"--budget {budget:g} is out of range: give a number of seconds above 0")

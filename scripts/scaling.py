@@ -1,4 +1,4 @@
-"""Estimate communication, memory and throughput of multi-GPU runs by formula (`tercet bench scaling`). No torch.
+"""Estimate communication, memory and throughput of multi-GPU runs by formula, as on docs/scaling.md.
 
 The assumptions are the constants below. Tests compare the byte counts with PyTorch's sharding and with the plan of the
 context-parallel exchange.
@@ -125,3 +125,7 @@ def table(rows: list[Case]) -> list[str]:
             f"{'compute' if o.compute >= o.wire else 'communication'} |"
         )
     return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(table(cases())))
