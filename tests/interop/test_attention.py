@@ -96,6 +96,10 @@ def test_settings_are_saved_with_the_model(sparse, tmp_path):
     assert again.config.tercet["dense_below"] == 35
     tokens = some_tokens(1, 60)
     assert torch.equal(again(tokens).logits, sparse(tokens).logits)
+    import_model(tmp_path, tmp_path / "ours")
+    ours = tercet.load_model(tmp_path / "ours")
+    assert ours.config.exact_groups == ((1,), (), (0,))
+    torch.testing.assert_close(ours(tokens), again(tokens).logits.float(), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(("rows", "dense_below"), [(1, 33), (2, 0)])

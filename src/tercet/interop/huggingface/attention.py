@@ -157,11 +157,11 @@ def read_settings(config: PretrainedConfig, settings: Mapping[str, Any] | None =
     except ValidationError as error:
         raise UnsupportedError(f"config.json: {first_problem(error, 'tercet')}") from None
     kinds = model.attention_kinds
-    if "window" in kinds or ("nsa" in kinds and model.gate != "none"):
+    if "window" in kinds or ("nsa" in kinds and model.spec("nsa").gated):
         raise unsupported(
             f"tercet.attention={model.attention!r}", "its layers must be block-sparse (gate=none) or dense"
         )
-    if model.selector == "learned":
+    if SCORERS[model.selector].reads == "projections":
         raise unsupported(
             f"tercet.selector={model.selector!r}",
             "its weights are not in the model; to choose by its own queries and keys, call use_block_sparse(model, …)",

@@ -202,8 +202,12 @@ def _wrong_values(path: Path) -> AbstractContextManager[None]:
 
 
 def _saved_config(source: Path, hf_config: dict[str, Any]) -> ModelConfig:
+    saved, heads = hf_config.get("tercet") or {}, hf_config.get("num_attention_heads")
+    if saved.get("exact_groups"):  # `use_block_sparse` does not repeat the sizes of the model
+        sizes = {"layers": hf_config.get("num_hidden_layers"), "heads": heads}
+        saved = {**sizes, "kv_heads": hf_config.get("num_key_value_heads", heads), **saved}
     try:
-        return ModelConfig.model_validate(hf_config.get("tercet") or {})
+        return ModelConfig.model_validate(saved)
     except ValidationError as error:
         raise FolderError(f"{source / CONFIG}: {first_problem(error, 'tercet')}") from None
 
