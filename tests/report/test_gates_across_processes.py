@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from runs import step_logged
 from tercet.report import read
 from tercet.report.gates import Thresholds, checkpoint_gate, data_gate, memory_gate
 from tercet.report.plots import step_series
@@ -43,12 +44,8 @@ def stage(number: int, begin: int = 0) -> StageStarted:
 
 def logged(first: int, last: int, loss: Callable[[int], float] = lambda step: 3.0, **changes: Any) -> StepLogged:
     losses = [loss(step) for step in range(first, last + 1)]
-    values: dict[str, Any] = {
-        "loss": losses[-1], "lr": 1e-3, "grad_norm": 1.0, "tokens": 100 * last, "tokens_per_s": 100.0,
-        "step_seconds": 1.0, "data_seconds": 0.0, "mfu": None, "memory_gib": 1.0, "skipped": 0, "epoch": 0,
-        "first_step": first, "losses": losses, "grad_norms": [1.0] * len(losses),
-    }  # fmt: skip
-    return StepLogged(step=last, **values | changes)
+    values = {"tokens_per_s": 100.0, "step_seconds": 1.0, "memory_gib": 1.0, "grad_norms": [1.0] * len(losses)}
+    return step_logged(last, **{"loss": losses[-1], "losses": losses, "first_step": first, **values, **changes})
 
 
 def memory(step: int, gib: float) -> ResourcesObserved:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import signal
 from pathlib import Path
 
 import pytest
 
 import tercet.train.step as step_module
+from runs import rows
 from tercet.report.read import read_run
 from tercet.telemetry.events import RoutesCounted
 from tercet.telemetry.progress import Screen
@@ -29,8 +29,7 @@ def signalled_after(step: int, patch: pytest.MonkeyPatch) -> None:
 
 
 def counted(folder: Path) -> list[str]:
-    with (folder / "fallback_counters.csv").open() as stream:
-        return [row["calls"] for row in csv.DictReader(stream)]
+    return [row["calls"] for row in rows(folder / "fallback_counters.csv")]
 
 
 def test_passes_between_the_last_log_line_and_a_stop_are_counted(tmp_path, data, monkeypatch):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 import os
 import re
 import signal
-from pathlib import Path
 
 import pytest
 import torch
 
+from runs import rows
 from tercet.config.sections import ProfileConfig
 from tercet.report.read import read_run
 from tercet.telemetry.events import Noted
@@ -29,11 +28,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory):
     return found
 
 
-def table(path: Path):
-    with path.open() as stream:
-        return list(csv.DictReader(stream))
-
-
 def test_all_files_exist(finished):
     names = {
         "env.json", "training.csv", "val.csv", "heartbeat_rank0.jsonl", "dtypes_report.txt", "k_stats.csv",
@@ -44,18 +38,18 @@ def test_all_files_exist(finished):
 
 
 def test_layer_statistics_of_all_layers_at_every_log_line(finished):
-    rows = table(finished.folder / "k_stats.csv")
-    assert [(r["step"], r["layer"]) for r in rows] == [(str(s), str(i)) for s in (2, 4, 6, 8, 10) for i in (0, 1)]
-    for row in rows:
+    table = rows(finished.folder / "k_stats.csv")
+    assert [(r["step"], r["layer"]) for r in table] == [(str(s), str(i)) for s in (2, 4, 6, 8, 10) for i in (0, 1)]
+    for row in table:
         shares = [float(row[f"gate_share_{b}"]) for b in ("compressed", "selected", "window")]
         assert sum(shares) == pytest.approx(1)
     # 8 blocks, 5 of them selected: the c-th block's queries select min(5, c + 1).
-    assert float(rows[0]["selected_blocks"]) <= 5
+    assert float(table[0]["selected_blocks"]) <= 5
 
 
 def test_routes_count_every_forward_pass_of_training(finished):
-    rows = table(finished.folder / "fallback_counters.csv")
-    assert [(r["layer"], r["branch"], r["route"], r["calls"]) for r in rows] == [
+    table = rows(finished.folder / "fallback_counters.csv")
+    assert [(r["layer"], r["branch"], r["route"], r["calls"]) for r in table] == [
         (str(i), b, "reference", "10") for i in (0, 1) for b in ("compressed", "selected", "window")
     ]
 

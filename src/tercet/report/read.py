@@ -42,7 +42,7 @@ from tercet.telemetry.events import (
     decode,
 )
 from tercet.telemetry.hardware import usable_cores
-from tercet.telemetry.health import RULE_LIMITS, HealthMonitor, health_findings
+from tercet.telemetry.health import DATA_WAIT_SHARE, HealthMonitor, health_findings
 from tercet.telemetry.sinks import route_totals
 from tercet.telemetry.units import plural
 
@@ -291,7 +291,7 @@ class RankLog:
         self._bin: list[Any] = []
         self._unreadable: list[int] = []
         self._unknown = 0
-        routes, starving, limit = b"", False, RULE_LIMITS.data_wait_share
+        routes, starving = b"", False
         skipped = _SAME_ON_ALL_RANKS if rank else ()
         with path.open("rb") as stream:
             self._bin_size = 1 if rank else max(1, sum(line.startswith(_LAYERS) for line in stream) // BINS)
@@ -308,7 +308,7 @@ class RankLog:
                 elif rank and not starving and (match := _STEP.match(line)) and line.endswith(b"}\n"):
                     step, *numbers = match.groups()
                     seconds, waiting, memory = (float(n.strip(b'"')) for n in numbers)
-                    starving = waiting > limit * seconds
+                    starving = waiting > DATA_WAIT_SHARE * seconds
                     if starving:
                         self._decode(line)
                     else:

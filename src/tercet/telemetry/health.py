@@ -10,7 +10,6 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
 
 from tercet.attention.config import BRANCHES
 from tercet.telemetry import events
@@ -28,52 +27,44 @@ FIXES = {
     "selection_stuck": "raise model.nsa.select_count above the number of forced blocks, or raise data.seq_len",
 }
 
+PATIENCE = 3  # consecutive bad intervals of gates, selection, throughput or data
+GATE_COLLAPSE_SHARE = 0.5  # of (token, head) pairs with one gate above 95% of the sum of all
+DEAD_BRANCH_SHARE = 0.01  # a branch with a smaller mean gate share is dead
+SELECTION_FORCED_SHARE = 0.98  # of the selected blocks
+SELECTION_OVERLAP = 0.9995  # of a token's freely selected blocks that the previous token also selected
+LOSS_SPIKE_NATS = 0.5  # above the median of the last LOSS_WINDOW steps, and
+LOSS_SPIKE_DEVIATIONS = 8.0  # this many median absolute deviations, scaled to standard deviations
+LOSS_WINDOW = 50
+ZERO_GRAD_NORM = 1e-12
+THROUGHPUT_SHARE = 0.6  # of the median
+DATA_WAIT_SHARE = 0.2  # of the step time
+
 # Values needed before a median means anything.
 _MIN_LOSSES = 8
 _MIN_SPEEDS = 3
 # Standard deviation over median absolute deviation, for a normal distribution.
 _MAD_TO_STD = 1.4826
 
-
-@dataclass(frozen=True)
-class RuleLimits:
-    """When the health rules fire."""
-
-    gate_collapse_share: float = 0.5  # of (token, head) pairs with one gate above 95% of the sum of all
-    dead_branch_share: float = 0.01  # a branch with a smaller mean gate share is dead
-    selection_forced_share: float = 0.98  # of the selected blocks
-    selection_overlap: float = 0.9995  # of a token's freely selected blocks that the previous token also selected
-    patience: int = 3  # consecutive bad intervals of gates, selection, throughput or data
-    loss_spike_nats: float = 0.5  # above the median of the last loss_window steps, and
-    loss_spike_deviations: float = 8.0  # this many median absolute deviations, scaled to standard deviations
-    loss_window: int = 50
-    zero_grad_norm: float = 1e-12
-    throughput_share: float = 0.6  # of the median
-    data_wait_share: float = 0.2  # of the step time
-
-
-RULE_LIMITS = RuleLimits()
-
-# The rules on every layer: (rule, column of events.LayersObserved, its limit, when it is bad, sentence). NaN is bad in
-# a gate.
-_LAYER_RULES: tuple[tuple[str, str, str, Callable[[float, float], bool], str], ...] = (
+# Rules on every layer: (rule, column of events.LayersObserved, limit, when a value is bad, sentence).
+# NaN is bad in the columns of gates.
+_LAYER_RULES: tuple[tuple[str, str, float, Callable[[float, float], bool], str], ...] = (
     (
-        "gate_collapse", "gate_collapse", "gate_collapse_share", lambda share, limit: not share < limit,
+        "gate_collapse", "gate_collapse", GATE_COLLAPSE_SHARE, lambda share, limit: not share < limit,
         "layer {layer}: one gate has over 95% of the weight for {percent:.0f}% of (token, head) pairs",
     ),
     *(
         (
-            "dead_branch", f"gate_share_{branch}", "dead_branch_share", lambda share, limit: not share >= limit,
+            "dead_branch", f"gate_share_{branch}", DEAD_BRANCH_SHARE, lambda share, limit: not share >= limit,
             f"layer {{layer}}: the {branch} branch gets {{percent:.2f}}% of the gate weight",
         )
         for branch in BRANCHES
     ),
     (
-        "selection_stuck", "selected_forced", "selection_forced_share", lambda share, limit: share >= limit,
+        "selection_stuck", "selected_forced", SELECTION_FORCED_SHARE, lambda share, limit: share >= limit,
         "layer {layer}: {percent:.1f}% of the selected blocks are forced ones",
     ),
     (
-        "selection_stuck", "selected_overlap", "selection_overlap", lambda share, limit: share >= limit,
+        "selection_stuck", "selected_overlap", SELECTION_OVERLAP, lambda share, limit: share >= limit,
         "layer {layer}: {percent:.2f}% of the freely selected blocks are the same for consecutive tokens",
     ),
 )  # fmt: skip
@@ -83,16 +74,14 @@ _OF_GATES = ("gate_collapse", "dead_branch")
 class HealthMonitor:
     """Applies the rules to one rank's events. A rule fires once per problem, and again only after it has cleared."""
 
-    def __init__(
-        self, halt: Container[str] = (), init_from: str | None = None, limits: RuleLimits = RULE_LIMITS
-    ) -> None:
+    def __init__(self, halt: Container[str] = (), init_from: str | None = None) -> None:
         """halt: rules that stop the run. init_from: train.init_from; a file of weights is an import, whose
         gates may be closed by design."""
-        self._halt, self._limits = halt, limits
+        self._halt = halt
         self._imported = str(init_from).endswith(".safetensors")
         self._opened: set[object] = set()  # layers, and branches of layers, that have passed their rule once
         self._bad: dict[tuple[str, object], int] = {}  # consecutive bad intervals, by rule and layer
-        self._losses: deque[float] = deque(maxlen=limits.loss_window)
+        self._losses: deque[float] = deque(maxlen=LOSS_WINDOW)
         self._ordered: list[float] = []  # the same, sorted
         self._speeds: deque[float] = deque(maxlen=50)
         self._warming_up = True
@@ -138,16 +127,15 @@ class HealthMonitor:
             self._stage = event.stage
 
     def _loss(self, event: events.StepLogged) -> Iterator[HealthFired]:
-        c = self._limits
         for step, loss in enumerate(event.losses, event.first_step):
             if not math.isfinite(loss):
                 continue  # left to the nonfinite rule
             if len(self._losses) >= _MIN_LOSSES:
                 median = _middle(self._ordered)
-                limit = median + c.loss_spike_nats
+                limit = median + LOSS_SPIKE_NATS
                 if loss > limit:
                     spread = _MAD_TO_STD * statistics.median(abs(x - median) for x in self._losses)
-                    limit = max(limit, median + c.loss_spike_deviations * spread)
+                    limit = max(limit, median + LOSS_SPIKE_DEVIATIONS * spread)
                 if self._persists("loss_spike", None, loss > limit):
                     count = f"the median of the last {len(self._losses)} steps"
                     sentence = f"loss {loss:.4f} in step {step}; {count} is {median:.4f}"
@@ -158,7 +146,7 @@ class HealthMonitor:
             bisect.insort(self._ordered, loss)
 
     def _gradients(self, event: events.StepLogged) -> Iterator[HealthFired]:
-        norms, limit = event.grad_norms, self._limits.zero_grad_norm
+        norms, limit = event.grad_norms, ZERO_GRAD_NORM
         if self._persists("zero_grad", None, bool(norms) and max(norms) <= limit):  # False for NaN
             sentence = f"gradient norm was zero in all steps from {event.first_step} to {event.step}"
             yield self._finding(event, "zero_grad", f"{sentence}: nothing is learned", max(norms), limit)
@@ -167,35 +155,34 @@ class HealthMonitor:
         if self._warming_up:
             self._warming_up = False
             return
-        speed, c = event.tokens_per_s, self._limits
+        speed = event.tokens_per_s
         if len(self._speeds) < _MIN_SPEEDS:
             self._speeds.append(speed)
             return
         median = statistics.median(self._speeds)
-        limit = c.throughput_share * median
+        limit = THROUGHPUT_SHARE * median
         if speed >= limit:
             self._speeds.append(speed)
-        if self._persists("throughput_drop", None, speed < limit, c.patience):
+        if self._persists("throughput_drop", None, speed < limit, PATIENCE):
             sentence = f"{speed:,.0f} tokens/s up to step {event.step}; the median is {median:,.0f}"
             yield self._finding(event, "throughput_drop", sentence, speed, limit)
 
     def _data(self, event: events.StepLogged) -> Iterator[HealthFired]:
         share = event.data_seconds / event.step_seconds if event.step_seconds else 0.0
-        limit = self._limits.data_wait_share
-        if self._persists("data_starvation", None, share > limit, self._limits.patience):
+        limit = DATA_WAIT_SHARE
+        if self._persists("data_starvation", None, share > limit, PATIENCE):
             sentence = f"steps up to {event.step} spent {100 * share:.0f}% of their time waiting for data"
             yield self._finding(event, "data_starvation", sentence, share, limit)
 
     def _layers(self, event: events.LayersObserved) -> Iterator[HealthFired]:
-        for rule, column, limit, is_bad, sentence in _LAYER_RULES:
-            threshold = getattr(self._limits, limit)
+        for rule, column, threshold, is_bad, sentence in _LAYER_RULES:
             for layer, share in enumerate(getattr(event, column)):
                 if share is None:
                     continue
                 bad = is_bad(share, threshold)
                 if rule in _OF_GATES:
                     bad = self._gate_is_bad((layer, column), share, bad)
-                if self._persists(rule, (layer, column), bad, self._limits.patience):
+                if self._persists(rule, (layer, column), bad, PATIENCE):
                     text = sentence.format(layer=layer, percent=100 * share)
                     yield self._finding(event, rule, text, share, threshold, layer)
 
