@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shlex
@@ -95,6 +96,24 @@ def test_a_dense_import_is_the_same_model(family, tmp_path):
         )
 
 
+def test_a_longer_context_scales_rope_as_transformers_does(tmp_path):
+    short = dense_model(tmp_path / "dense", FAMILIES["llama"])
+    context = short.config.max_position_embeddings
+    imported = import_model(tmp_path / "dense", tmp_path / "out", attention="dense", extend=4 * context)
+    assert imported.run.data.seq_len == 4 * context
+    config = copy.deepcopy(short.config)
+    config.rope_parameters |= {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": context}
+    theirs = type(short)(config)
+    theirs.load_state_dict(short.state_dict())
+    tokens = torch.randint(1, 99, (2, 100))
+    with torch.no_grad():
+        logits = tercet.load_model(tmp_path / "out")(tokens)
+        torch.testing.assert_close(logits, theirs(tokens).logits, rtol=1e-3, atol=1e-4)
+        assert not torch.allclose(logits, short(tokens).logits, atol=1e-2)
+    with pytest.raises(TercetError, match=f"is not above max_position_embeddings={context}: use --seq_len"):
+        import_model(tmp_path / "dense", tmp_path / "same", attention="dense", extend=context)
+
+
 def test_layers_of_different_kinds_match_the_dense_loss_as_far_as_all_of_them_reach(tmp_path):
     theirs = dense_model(tmp_path / "dense", FAMILIES["qwen3"])
     chosen = {"nsa": replace(NSA, window=48), "attention": "window,nsa,dense", "gate_logit": 20.0}
@@ -149,6 +168,7 @@ def test_a_block_sparse_import_is_the_same_model_below_dense_below_cached_and_no
             "--nsa.select_count has no effect with --attention dense",
         ),
         (["--seq_len", "0"], "--seq_len 0 is below 2"),
+        (["--seq_len", "64", "--extend", "128"], "both set the length to train with"),
     ],
 )
 def test_options_without_effect_are_refused(words, message, tmp_path, capsys):

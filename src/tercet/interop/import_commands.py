@@ -25,6 +25,7 @@ def hf(
     dense_below: int = 0,
     selector: Literal["own", "compressed", "learned"] | None = None,
     seq_len: int | None = None,
+    extend: int | None = None,
     seed: int = 1337,
     check: bool = True,
 ) -> int:
@@ -46,6 +47,7 @@ def hf(
         selector: What scores the blocks of block-sparse or two-branch: the model's own queries and keys (own, the
             default of block-sparse), means of keys (compressed), or new projections (learned, that of two-branch).
         seq_len: Sequence length to train with; default: the model's own, at most 4096.
+        extend: Train with this sequence length, above the model's own: RoPE is scaled from one to the other (yarn).
         seed: Random seed for newly initialized weights.
         check: Compare logits with those of transformers, of as many layers and tokens as are affordable; an import that
             differs is an error. With block-sparse also the loss, and facts planted in long texts, with the dense model.
@@ -65,6 +67,8 @@ def hf(
         check_used(attention, options)
     if seq_len is not None and seq_len < 2:
         raise UsageError(f"--seq_len {seq_len} is below 2: give a length to train with, or leave it out")
+    if extend is not None and seq_len is not None:
+        raise UsageError(f"--extend {extend} and --seq_len {seq_len} both set the length to train with: drop one")
     if selector == "learned" and nsa.select_count == nsa.forced_blocks:
         raise UsageError(
             f"--nsa.select_count {nsa.select_count} leaves --selector learned nothing to choose: these are the forced "
@@ -72,7 +76,7 @@ def hf(
         )
     from tercet.interop.huggingface.import_hf import batch_settings, import_model
 
-    imported = import_model(source, out, **vars(options), seq_len=seq_len, seed=seed, check=check)
+    imported = import_model(source, out, **vars(options), seq_len=seq_len, extend=extend, seed=seed, check=check)
     if imported.restored:
         print("restored the settings that the model was exported with")
     for note in imported.notes:

@@ -44,7 +44,7 @@ from tercet.interop.huggingface.folder import (
 )
 from tercet.interop.huggingface.tokenizer import BYTE_EOS
 from tercet.interop.options import BLOCK_SPARSE, ImportOptions, attention_options, check_empty
-from tercet.model.config import ModelConfig
+from tercet.model.config import ModelConfig, RopeConfig
 from tercet.model.transformer import Transformer
 from tercet.parse import WRONG_VALUE, describe, first_problem, one_line_errors
 
@@ -71,6 +71,7 @@ def import_model(
     out: str | Path,
     *,
     seq_len: int | None = None,
+    extend: int | None = None,
     seed: int = 1337,
     check: bool = True,
     **options: Any,
@@ -78,12 +79,13 @@ def import_model(
     """Import a dense model of one of dense_weights.FAMILIES, or a Tercet export, and write it to `out`.
 
     options: ImportOptions. attention is None for nsa or, if config.json has settings of Tercet, for those.
+    extend: train at this length, with RoPE scaled to it. Comparisons are made before.
     check: compare a dense model's logits with those of transformers, and fail if they differ.
     """
     source, out = Path(source), Path(out)
     if source.suffix == ".gguf":
         with _unpacked(source) as folder:
-            return import_model(folder, out, seq_len=seq_len, seed=seed, check=check, **options)
+            return import_model(folder, out, seq_len=seq_len, extend=extend, seed=seed, check=check, **options)
     if not source.is_dir():
         raise FolderError(f"{source} is not a folder: pass one with config.json and safetensors files")
     check_empty(out)
@@ -125,14 +127,18 @@ def import_model(
     with _wrong_values(source / CONFIG):
         context = int(hf_config.get("max_position_embeddings") or MAX_DEFAULT_SEQ_LEN)
     run = _run_config(source, out, config, seq_len or min(context, MAX_DEFAULT_SEQ_LEN), seed)
+    written = run
+    if extend is not None:
+        written = _run_config(source, out, _extended(config, context, extend), extend, seed)
+        notes.append(f"RoPE is scaled from {context:,} to {extend:,} tokens: train the model before you use it")
     with atomic_folder(out) as folder:
-        _write(source, folder, run, weights)
+        _write(source, folder, written, weights)
         if theirs is not None:
             skipped = "not compared with transformers, as --check=false says"
             notes.append(_compare(source, theirs, folder, config, windows) if check else skipped)
         if check and theirs is not None and not config.spec("nsa").gated and (source / TOKENIZER).is_file():
             notes += _compare_sparse(source, folder, run, windows)
-    return Imported(out, run, exact_length, restored, tuple(notes))
+    return Imported(out, written, exact_length, restored, tuple(notes))
 
 
 def batch_settings(seq_len: int) -> dict[str, int]:
@@ -227,6 +233,19 @@ def _load_export(source: Path, hf_config: dict[str, Any]) -> Transformer:
         message = " ".join(str(error).split())
         raise FolderError(f"{source}: its weights do not fit its config.json ({message[:300]})") from None
     return model
+
+
+def _extended(config: ModelConfig, context: int, length: int) -> ModelConfig:
+    """The model with RoPE scaled from `context` tokens to `length`."""
+    if length <= context:
+        raise UsageError(f"--extend {length} is not above max_position_embeddings={context}: use --seq_len")
+    if config.rope_scaling != 1 or config.rope_max_wavelength:
+        raise UsageError(
+            f"--extend {length}: RoPE of this model is scaled already (rope_scaling={config.rope_scaling}, "
+            f"rope_max_wavelength={config.rope_max_wavelength}): import it with --seq_len, and set model.rope_scaling"
+        )
+    rope = RopeConfig(type="yarn", original_length=context)
+    return config.model_copy(update={"rope_scaling": length / context, "rope": rope})
 
 
 def _run_config(source: Path, out: Path, config: ModelConfig, seq_len: int, seed: int) -> RunConfig:
