@@ -257,6 +257,28 @@ def test_gradient_checkpointing_changes_nothing(sparse, reentrant: bool):
         sparse.eval()
 
 
+def test_adapters_trained_by_the_trainer_are_those_of_sdpa_where_every_block_is_chosen(tmp_path):
+    peft = pytest.importorskip("peft")
+    from transformers import Trainer, TrainingArguments
+
+    data = [{"input_ids": row, "labels": row} for row in some_tokens(8, 24)]
+    adapters = {}
+    for name in ("sdpa", "tercet"):
+        model = dense_model(tmp_path / name, FAMILIES["qwen3"])
+        if name == "tercet":
+            use_block_sparse(model, NSA)
+        torch.manual_seed(0)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        options = TrainingArguments(
+            str(tmp_path / "out"), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, report_to=[],
+            save_strategy="no", disable_tqdm=True, use_cpu=True, gradient_checkpointing=True,
+        )  # fmt: skip
+        Trainer(model, options, train_dataset=data).train()
+        adapters[name] = peft.get_peft_model_state_dict(model)
+    assert any(x.any() for key, x in adapters["sdpa"].items() if "lora_B" in key)
+    torch.testing.assert_close(adapters["tercet"], adapters["sdpa"], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_a_compiled_model_computes_the_same(sparse):
     tokens, options = some_tokens(1, 80), {"position_ids": torch.arange(80)[None] % 50, "use_cache": False}
