@@ -246,7 +246,9 @@ def test_an_import_prints_what_sparsity_costs(tmp_path, capsys):
     as_transformers_tokenizer(ByteTokenizer(), 1024).save_pretrained(tmp_path / "dense")
     words = ["import", "hf", str(tmp_path / "dense"), str(tmp_path / "out"), "--attention", "block-sparse"]
     assert cli.main([*words, "--nsa.select_count", "8"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    output = capsys.readouterr()
+    lines = output.out.splitlines()
+    assert "no tokenizer.json" not in output.err
     at = next(i for i, line in enumerate(lines) if "facts" in line and "1,024 tokens" in line)
     dense, sparse = lines[at + 1 : at + 3]
     assert re.match(r"dense +\d of 4 +\d\.\d{3}$", dense)

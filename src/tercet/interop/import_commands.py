@@ -90,7 +90,7 @@ def hf(
         if not gated and length <= imported.exact_length and not two_stages:
             print(f"attention is still dense in sequences of {length:,} tokens: to train it sparse, use a longer "
                   "--data.seq_len, or import with --seq_len")  # fmt: skip
-    if not (out / "tokenizer.json").is_file():
+    if source.is_dir() and not (source / "tokenizer.json").is_file():
         print(f"warning: {source} has no tokenizer.json, so {out} uses the byte tokenizer, whose tokens are not this "
               "model's: add the file and import again, or train with --data.tokenizer", file=sys.stderr)  # fmt: skip
     flags: dict[str, Any] = {}
