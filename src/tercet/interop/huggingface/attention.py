@@ -139,21 +139,20 @@ class Settings(NamedTuple):
         return slow_channels(size, q.device, count // 2)
 
 
-def saved_model(settings: Mapping[str, Any]) -> ModelConfig:
+def saved_model(settings: Mapping[str, Any], layers: int, heads: int, kv_heads: int | None) -> ModelConfig:
     """The entry `tercet` of a config.json, less what only `use_block_sparse` knows; raises pydantic's error."""
-    return ModelConfig.model_validate({name: value for name, value in settings.items() if name != "score_channels"})
+    known = {name: value for name, value in settings.items() if name != "score_channels"}
+    if known.get("exact_groups"):  # which are checked against the sizes of the model
+        known = {"layers": layers, "heads": heads, "kv_heads": kv_heads or heads, **known}
+    return ModelConfig.model_validate(known)
 
 
 def read_settings(config: PretrainedConfig, settings: Mapping[str, Any] | None = None) -> Settings:
     """The settings in a model's configuration, as `use_block_sparse` or `tercet export hf --format llama` left them."""
     stored = settings or getattr(config, "tercet", None) or {}
-    sizes = {}
-    if stored.get("exact_groups"):  # which are checked against the sizes of the model
-        heads = config.num_attention_heads
-        sizes = {"layers": config.num_hidden_layers, "heads": heads}
-        sizes["kv_heads"] = getattr(config, "num_key_value_heads", heads)
+    sizes = (getattr(config, f"num_{name}", 0) for name in ("hidden_layers", "attention_heads", "key_value_heads"))
     try:
-        model = saved_model({**sizes, **(stored or _BLOCK_SPARSE)})
+        model = saved_model(stored or _BLOCK_SPARSE, *sizes)
     except ValidationError as error:
         raise UnsupportedError(f"config.json: {first_problem(error, 'tercet')}") from None
     kinds = model.attention_kinds

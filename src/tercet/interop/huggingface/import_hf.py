@@ -32,6 +32,7 @@ from tercet.inference.arguments import CONFIG as OUR_CONFIG
 from tercet.inference.arguments import WEIGHTS as OUR_WEIGHTS
 from tercet.inference.calibrate import load_dense, plant_facts
 from tercet.interop.huggingface import dense_weights
+from tercet.interop.huggingface.attention import saved_model
 from tercet.interop.huggingface.folder import (
     CONFIG,
     FolderError,
@@ -208,12 +209,9 @@ def _wrong_values(path: Path) -> AbstractContextManager[None]:
 
 
 def _saved_config(source: Path, hf_config: dict[str, Any]) -> ModelConfig:
-    saved, heads = hf_config.get("tercet") or {}, hf_config.get("num_attention_heads")
-    if saved.get("exact_groups"):  # `use_block_sparse` does not repeat the sizes of the model
-        sizes = {"layers": hf_config.get("num_hidden_layers"), "heads": heads}
-        saved = {**sizes, "kv_heads": hf_config.get("num_key_value_heads", heads), **saved}
+    sizes = (hf_config.get(f"num_{name}", 0) for name in ("hidden_layers", "attention_heads", "key_value_heads"))
     try:
-        return ModelConfig.model_validate(saved)
+        return saved_model(hf_config.get("tercet") or {}, *sizes)
     except ValidationError as error:
         raise FolderError(f"{source / CONFIG}: {first_problem(error, 'tercet')}") from None
 

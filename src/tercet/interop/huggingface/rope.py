@@ -92,7 +92,8 @@ def _longrope_settings(hf_config: Mapping[str, Any], rope: Mapping[str, Any], th
             "same at all lengths; pick another model"
         )
     attention_factor = _longrope_attention_factor(hf_config, rope)
-    saved = ModelConfig(**hf_config.get("tercet") or {})
+    stored = hf_config.get("tercet") or {}
+    saved = ModelConfig(**{name: value for name, value in stored.items() if name.startswith("rope")})
     exported = Rotary(size, theta, saved.rope_scaling, saved.rope_max_wavelength, saved.rope)
     simplest = _simplest_rotary(size, theta, factors)
     for rotary in (exported, simplest):
