@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 import tercet
 import tercet.interop.huggingface
@@ -103,6 +103,15 @@ def test_more_tokens_keep_more_and_all_of_them_everything(loaded):
     found, _ = measure(model, document, Grid((32,), (928,), (48,)))
     torch.testing.assert_close(found.fact[:, :, 0, 1, 0], found.fact_total)
     torch.testing.assert_close(found.mass[:, :, 0, 2, 0], found.mass_total)
+
+
+def test_layers_with_a_window_are_left_out(loaded):
+    torch.manual_seed(0)
+    config = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=64, max_window_layers=1)
+    table = fact_table(AutoModelForCausalLM.from_config(config), loaded[1], length=900, facts=2, tokens=(256,))
+    assert table.sizes[0] == 3
+    assert {layer for layer, _, _ in table.groups} == {0}
+    assert table.exact_groups(0.5)[1:] == [[], []]
 
 
 def setting(exact, fact, mass, block=64, tokens=1024):

@@ -229,12 +229,13 @@ def measure(model: Any, document: Document, grid: Grid) -> tuple[_Measured, bool
         answered = torch.equal(model.get_output_embeddings()(hidden).argmax(-1), tokens[0, document.answer.start :])
     finally:
         model.set_attn_implementation(before)
-    if len(probe.layers) < (layers := model.config.num_hidden_layers):
+    if not probe.layers:
         raise UsageError(
-            f"model_type={model.config.model_type!r}: {layers - len(probe.layers)} of {layers} layers have no causal "
-            "attention to the whole context that transformers lets others compute: give a Llama-like model"
+            f"model_type={model.config.model_type!r} has no causal attention to the whole context that others may "
+            "compute in transformers: give a Llama-like model"
         )
-    parts = zip(*(probe.layers[i] for i in range(layers)), strict=True)
+    nothing = _Measured(*map(torch.zeros_like, next(iter(probe.layers.values()))))  # of layers with a window
+    parts = zip(*(probe.layers.get(i, nothing) for i in range(model.config.num_hidden_layers)), strict=True)
     return _Measured(*(torch.stack(part).cpu() for part in parts)), answered
 
 
@@ -311,7 +312,7 @@ work: of dense attention at 32k. 8k to 128k: × dense in a forward pass, estimat
 
 {lines}
 
-{held:.0%} of the attention on facts is in 10 of {len(self.groups)} groups (layer.KV head): {ranks}
+{held:.0%} of the attention on facts is in {len(self.groups[:10])} of {len(self.groups)} groups (layer.KV head): {ranks}
 recommended: {best.blocks}, {best.scorer} (the fastest at 32k that loses at most {100 * FACT_LOSS:.0f} point of facts
 and {100 * MASS_LOSS:.0f} of mass against {default.blocks}, {default.scorer})"""
 
@@ -345,7 +346,8 @@ def fact_table(
     """
     config = model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    channels = (*(c for c in CHANNELS if c < size), size)
+    partial_rotation = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1) != 1
+    channels = (*(c for c in CHANNELS if c < size and not partial_rotation), size)
     grid = Grid(tuple(blocks), tuple(n for n in tokens if n <= length // 2), channels)
     text = None if documents is None else "\n".join(documents)
     measured, answers = [], []
@@ -358,7 +360,7 @@ def fact_table(
     all_ = _Measured(*(torch.stack(part).double() for part in zip(*measured, strict=True)))
     known = known[:, None, None]
     all_ = all_._replace(fact=all_.fact * known[..., None, None, None], fact_total=all_.fact_total * known)
-    own, means = channels.index(min(32, size)) + 1, len(grid.scorers) - 1
+    own, means = channels.index(32 if 32 in channels else size) + 1, len(grid.scorers) - 1
     settings, mixed = [], []
     for b, t in itertools.product(range(len(grid.blocks)), range(len(grid.tokens))):
         made = partial(Setting, grid.blocks[b], grid.tokens[t])
@@ -369,9 +371,14 @@ def fact_table(
             mixed.append(made(name, channels[own - 1], share, *_kept(all_, b, t, own, means, share)))
     on_facts = all_.fact_total.sum(0)
     order, parts = on_facts.flatten().argsort(descending=True).tolist(), (on_facts / on_facts.sum()).flatten().tolist()
-    groups = [(*divmod(i, on_facts.shape[1]), parts[i]) for i in order]
+    groups = [(*divmod(i, on_facts.shape[1]), parts[i]) for i in order[: _groups(all_)]]
     sizes = len(on_facts), config.num_attention_heads, on_facts.shape[1], size
     return FactTable(sizes, settings, mixed, groups, sum(answers), facts, length)
+
+
+def _groups(all_: _Measured) -> int:
+    """How many groups were measured: not those of layers with a window."""
+    return int((all_.mass_total[0] > 0).sum())
 
 
 def _kept(all_: _Measured, b: int, t: int, scorer: int, other: int = 0, share: float = 1.0) -> tuple[float, ...]:
@@ -383,7 +390,7 @@ def _kept(all_: _Measured, b: int, t: int, scorer: int, other: int = 0, share: f
         ranks = all_.fact_total[half != one] if len(half) > 1 else all_.fact_total
         order = ranks.sum(0).flatten().argsort(descending=True)
         chosen = torch.zeros(len(order), dtype=torch.bool)
-        chosen[order[: round(share * len(order))]] = True
+        chosen[order[: round(share * _groups(all_))]] = True
         exact[half == one] = chosen.view(exact.shape[1:])
     fact, mass = (torch.where(exact, x[..., b, scorer, t], x[..., b, other, t]).sum() for x in (all_.fact, all_.mass))
     total, forced = all_.mass_total.sum(), all_.forced[..., b].sum()
