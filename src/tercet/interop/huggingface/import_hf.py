@@ -358,6 +358,8 @@ def _compare_sparse(source: Path, folder: Path, run: RunConfig, windows: Sequenc
         return ["facts and loss were not compared with the dense model: too expensive without a GPU"]
     try:
         documents = plant_facts(AutoTokenizer.from_pretrained(source), length=length, count=16 if gpu else 4)
+        if (largest := max(max(document.tokens) for document in documents)) >= config.vocab_size:
+            raise UsageError(f"its tokenizer has token {largest}, its vocabulary {config.vocab_size} tokens")
     except (OSError, ValueError, UsageError) as error:  # a tokenizer that transformers does not know, or too few tokens
         return [f"facts and loss were not compared with the dense model: {describe(error)}"]
     lines, first = [f"{'':24}{'facts':>10}{'loss':>8}   in texts of {length:,} tokens"], 0.0
