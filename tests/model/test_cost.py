@@ -125,8 +125,22 @@ def test_compressed_scores_cost_something_without_their_branch_too():
     learned = {"selector": "learned", "selector_dim": 1, "branches": two}
     # a product of queries and compressed keys twice, instead of once and one of probabilities and values
     assert flops(branches=two) == pytest.approx(flops())
-    assert flops(branches=two, selector="own") < flops(**learned) < flops(branches=two)
-    assert flops(branches=("window",)) < flops(branches=two, selector="own")
+    assert flops(branches=("window",)) < flops(**learned) < flops(branches=two)
+
+
+def test_own_queries_and_keys_cost_their_channels_in_free_blocks():
+    def flops(**changes):
+        config = ModelConfig(**SIZES, nsa=nsa, gate="none", shared_kv=True, selector="own", **changes)
+        return scoring_flops(config, 2048)
+
+    nsa = NSAConfig(select_block=64, select_count=16)
+    pairs = sum((t // 64 - 1) * 64 for t in range(2048) if t // 64 >= 16)
+    heads, size = SIZES["heads"], SIZES["head_dim"]
+    assert flops() == 2 * heads * size * pairs
+    means = 2 * heads * 2 * size / 64 * pairs
+    none, half = [[]] * SIZES["layers"], [[0]] * SIZES["layers"]
+    assert flops(exact_groups=none) == pytest.approx(means)
+    assert flops(exact_groups=half) == pytest.approx((flops() + means) / 2)
 
 
 @pytest.mark.parametrize(

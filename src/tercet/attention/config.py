@@ -20,6 +20,7 @@ MAX_SELECT_COUNT = 256
 MAX_SELECT_BLOCK = 128
 """Most tokens in a selection block that the kernels take."""
 MOST_DECODED_BLOCKS = 1 << 14
+SLOW_PLANES = 16  # of RoPE: two channels of each are scored by the scorer `own`
 """Most selection blocks per row that the decode kernels handle: one program holds all their scores. Longer rows fall
 back to the reference."""
 

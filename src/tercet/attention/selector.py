@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tercet.attention import checks, reference
-from tercet.attention.config import NSAConfig
+from tercet.attention.config import SLOW_PLANES, NSAConfig
 from tercet.attention.dispatch import choose_backend, without_autocast
 from tercet.attention.hardware import kernels_run_on
 from tercet.attention.layout import (
@@ -65,7 +65,7 @@ class TokenScorer(NamedTuple):
         return self._replace(queries=self.queries[:, queries], keys=self.keys[:, keys], pooled=pooled)
 
 
-def slow_channels(size: int, device: torch.device, planes: int = 16) -> Tensor | None:
+def slow_channels(size: int, device: torch.device, planes: int = SLOW_PLANES) -> Tensor | None:
     """Channels of the slowest planes of RoPE's half-rotation, which need no calibration; None for all of them."""
     half = size // 2
     if half <= planes:

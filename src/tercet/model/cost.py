@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tercet.attention.config import BRANCHES, NSAConfig
+from tercet.attention.config import BRANCHES, SLOW_PLANES, NSAConfig
 from tercet.model.config import ModelConfig
 
 FP32 = 4
@@ -155,13 +155,20 @@ def _block_sparse_pairs(model: ModelConfig, length: int) -> Pairs:
 
 
 def scoring_flops(model: ModelConfig, length: int) -> float:
-    """FLOPs of scoring blocks in one layer; there is no backward. 0 if every block is read, or if the probabilities of
-    the compressed branch, which are computed anyway, are the scores."""
+    """FLOPs of scoring blocks in one layer, on average; there is no backward. 0 if every block is read, or if the
+    probabilities of the compressed branch, which are computed anyway, are the scores."""
     nsa = model.nsa
     if length <= max(model.dense_below, nsa.selected_tokens):
         return 0.0
     if model.selector == "learned":  # a selector's queries times its keys in free blocks
         return 2.0 * model.kv_heads * model.selector_dim * _free_pairs(nsa, length)
+    if model.selector == "own":  # in the groups that do not score exactly, queries times means of blocks
+        channels = min(model.head_dim, 2 * SLOW_PLANES)
+        layers = zip(model.attention_kinds, model.exact_groups, strict=False)
+        groups = [len(exact) for kind, exact in layers if kind == "nsa"] or [model.kv_heads]
+        exact = sum(groups) / len(groups) / model.kv_heads
+        per_token = exact * channels + (1 - exact) * 2 * model.head_dim / nsa.select_block
+        return 2.0 * model.heads * per_token * _free_pairs(nsa, length)
     if "compressed" in model.branches or not model.spec("nsa").reads_compressed:
         return 0.0
     # Without a compressed branch: queries times compressed keys, once for the log-sum-exp and once for the scores.
