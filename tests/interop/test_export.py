@@ -167,8 +167,10 @@ def test_only_the_logits_that_are_asked_for_are_returned(theirs):
     ids = torch.tensor([PROMPTS[2]])
     with torch.no_grad():
         (logits,) = theirs(ids, return_dict=False)
-        assert torch.equal(theirs(ids, logits_to_keep=3).logits, logits[:, -3:])
-        assert torch.equal(theirs(ids, logits_to_keep=torch.tensor([2, 7])).logits, logits[:, [2, 7]])
+        # equal up to rounding: a BLAS may add in another order for fewer rows
+        torch.testing.assert_close(theirs(ids, logits_to_keep=3).logits, logits[:, -3:])
+        kept = theirs(ids, logits_to_keep=torch.tensor([2, 7])).logits
+        torch.testing.assert_close(kept, logits[:, [2, 7]])
 
 
 def test_the_loss_is_that_of_shifted_labels(model, theirs):
