@@ -22,14 +22,25 @@ SEPARATE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 class Machine(TorchrunRun):
     """An agent with one rank."""
 
-    def __init__(self, output: Path, number: int, port: int, *command: str) -> None:
+    def __init__(
+        self,
+        output: Path,
+        number: int,
+        port: int,
+        *command: str,
+        host: str = "127.0.0.1",
+        local: str = "127.0.0.1",
+        within: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+    ) -> None:
         agent = [
+            *within,
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
-            *("--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "pair"),
-            *("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"is_host={int(number == 0)}"),
+            *("--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "pair", "--local-addr", local),
+            *("--rdzv-endpoint", f"{host}:{port}", "--rdzv-conf", f"is_host={int(number == 0)}"),
             *("-m", "tercet", "train", *command, "--resume", "auto"),
         ]
-        self.start(output, agent, SEPARATE)
+        self.start(output, agent, SEPARATE | (env or {}))
 
     def lose(self, rank: int) -> None:
         """Kill the agent and its rank at once."""
