@@ -6,7 +6,7 @@ CHECK_PYTHON := import sys; sys.exit(sys.version_info < (3, 11) and "needs Pytho
 MAKE_VENV := test -x $(BIN)/python || { $(PYTHON) -c '$(CHECK_PYTHON)' && $(PYTHON) -m venv $(VENV); }
 PIP    := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup setup-dev train recall count test test-slow test-gpu test-multi-gpu lint ruff mypy pytest format wheel clean
+.PHONY: setup setup-dev train count test test-slow test-gpu test-multi-gpu lint ruff mypy pytest format wheel clean
 
 # What training needs. --no-compile: byte-compiling the dependencies takes longer than unpacking them. pip first: the
 # one that comes with Python 3.11 takes twice as long for the rest.
@@ -32,13 +32,6 @@ $(VENV)/.setup-dev-done: pyproject.toml constraints.txt
 
 train: setup
 	$(BIN)/tercet train --preset tiny
-
-# The smallest model that reads beyond its windows: NSA against its window branch alone.
-RECALL := $(BIN)/tercet train --config scripts/recall.toml --resume auto
-recall: setup
-	$(RECALL) --run.dir runs/recall/nsa
-	$(RECALL) --run.dir runs/recall/window --model.branches window
-	$(BIN)/tercet eval recall runs/recall/nsa runs/recall/window --documents 512 --batch 32 --plot runs/recall.svg
 
 lint: ruff mypy
 

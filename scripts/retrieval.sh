@@ -37,15 +37,12 @@ train)
 evals)
     run=$3/$2 out=$3/$2 long=,16384,32768,65536
     [ -z "${STOP:-}" ] || { run=$run/checkpoints/step-$(printf %08d "$STOP") long=; }
-    $tercet eval needle "$run" --style text --lengths 1024 2048 4096 8192 --trials 16 --dtype bfloat16 \
-        --depths 0 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1.0 > "$out-needle.txt"
     $tercet eval perplexity "$run" --seq-len 8192 --sequences 256 --batch 8 --dtype bfloat16 > "$out-perplexity.txt"
     for wording in training held-out; do
         $tercet eval ruler "$run" --lengths 1024,2048,4096,8192$long --tasks niah_single_2 --wording $wording \
-            --out "$out-single-$wording.json" > "$out-single-$wording.txt"
+            > "$out-single-$wording.txt"
     done
-    $tercet eval ruler "$run" --lengths 1024,4096,8192 --questions 100 --wording training \
-        --out "$out-tasks.json" > "$out-tasks.txt"
+    $tercet eval ruler "$run" --lengths 1024,4096,8192 --questions 100 --wording training > "$out-tasks.txt"
     [ -n "${STOP:-}" ] || $tercet eval context "$run" --lengths 8192 16384 32768 65536 > "$out-context.txt"
     ;;
 *) usage ;;

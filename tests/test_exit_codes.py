@@ -59,10 +59,10 @@ generate empty --prompt x                                                 empty 
 data prepare --out full --data.source text --data.path text.txt           out=full contains file, but no shards
 data train-tokenizer --out t --data.source text --data.path text.txt      vocab_size=8192 is too large
 data inspect --data.source text --data.path text.txt --sequences 0        sequences=0 is below 1
-eval recall                                                               no run folder given
+eval ruler empty                                                          empty has no checkpoint
 export hf empty full                                                      full exists and is not empty
 import hf empty out                                                       empty has no config.json
-sweep --preset tiny --out text.txt/o                                      --out text.txt/o cannot be written
+sweep --preset tiny                                                       --lrs is empty
 bench train --preset tiny --settings train.cuda_graph=on                  use --cuda-graph
 bench decode --steps 0                                                    --steps 0 is too small
 """

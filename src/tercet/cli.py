@@ -45,7 +45,7 @@ FUNCTIONS = {
     "presets": ("tercet.cli:presets", "list the presets"),
     "report": ("tercet.report.commands:report", "check runs: GO, NO-GO or NOT TESTED, with an HTML report for each"),
     "watch": ("tercet.report.commands:watch", "follow a run live in the terminal"),
-    "sweep": ("tercet.bench.sweep:sweep", "measure speed and memory over settings, or loss over learning rates"),
+    "sweep": ("tercet.bench.sweep:sweep", "train with several learning rates and compare the losses"),
     "doctor": ("tercet.doctor.examine:doctor", "check this machine: versions, devices, kernels, disk, data"),
     "generate": ("tercet.inference.commands:generate", "generate text: tercet generate RUN --prompt TEXT"),
     "calibrate": ("tercet.inference.commands:calibrate", "which blocks a dense model needs: tercet calibrate FOLDER"),
@@ -57,7 +57,7 @@ GROUPS = {
     "bench": ("tercet.bench.commands", "benchmark attention, decoding and training"),
     "eval": (
         "tercet.inference.eval_commands",
-        "evaluate a model: perplexity, context, needle, ruler, recall, lm-eval, selection-map",
+        "evaluate a model: perplexity, context, ruler, lm-eval, selection-map",
     ),
     "export": ("tercet.interop.export_commands", "export a run for Transformers: tercet export hf RUN OUT"),
     "import": ("tercet.interop.import_commands", "import a Hugging Face checkpoint: tercet import hf FOLDER OUT"),

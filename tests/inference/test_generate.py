@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import tercet
-from inference.models import AS_M7C, language_model
+from inference.models import AS_M7C, greedy_without_cache, language_model
 from tercet.cli import main
 from tercet.errors import TercetError
 from tercet.inference.arguments import PromptError
-from tercet.inference.decoder import UncachedDecoder
+from tercet.inference.decoder import CachedDecoder
 from tercet.inference.generate import Timing, stream
 
 KINDS = {
@@ -41,7 +41,7 @@ def model(request):
 @pytest.fixture(scope="module")
 def expected(model):
     """Each prompt alone, without a cache."""
-    return [greedy(model, prompt, cache=False) for prompt in PROMPTS]
+    return [greedy_without_cache(model, prompt, 10) for prompt in PROMPTS]
 
 
 def greedy(model, prompts, **options):
@@ -248,15 +248,17 @@ def test_an_asynchronous_decoder_generates_the_same_tokens(monkeypatch):
     wanted = tercet.generate(model, PROMPTS, eos_id=end, stop=(stop,), **options)
     begun = []
 
-    class Ahead(UncachedDecoder):
-        asynchronous = True
+    class Ahead(CachedDecoder):
+        def __init__(self, *given, **options):
+            super().__init__(*given, **options)
+            self.asynchronous = True
 
         def step(self, tokens, active):
             begun.append(int(active.sum()))
             return super().step(tokens, active)
 
-    monkeypatch.setattr("tercet.inference.generate.UncachedDecoder", Ahead)
-    found = tercet.generate(model, PROMPTS, eos_id=end, stop=(stop,), cache=False, **options)
+    monkeypatch.setattr("tercet.inference.generate.CachedDecoder", Ahead)
+    found = tercet.generate(model, PROMPTS, eos_id=end, stop=(stop,), **options)
     assert [(g.tokens, g.text, g.finished) for g in found] == [(g.tokens, g.text, g.finished) for g in wanted]
     assert {"eos", "stop"} <= {g.finished for g in found}
     assert begun == sorted(begun, reverse=True)

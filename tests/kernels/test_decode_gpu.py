@@ -10,11 +10,12 @@ import torch
 pytest.importorskip("triton")
 
 import tercet
+from inference.models import UncachedDecoder
 from kernels.caches import filled
 from tercet.attention.kernels import table
 from tercet.attention.reference import block_importance, selector_weight
 from tercet.config.load import load
-from tercet.inference.decoder import CachedDecoder, UncachedDecoder
+from tercet.inference.decoder import CachedDecoder
 from tercet.model.transformer import Transformer
 
 pytestmark = [

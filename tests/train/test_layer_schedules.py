@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tercet
-from inference.models import trained
+from inference.models import greedy_without_cache, trained
 from runs import train_small
 from tercet.interop.huggingface.export import as_transformers_model, export
 from tercet.interop.huggingface.import_hf import import_model
@@ -40,7 +40,7 @@ def test_the_record_names_each_layers_kind_and_has_statistics_of_sparse_layers_o
 def test_it_generates_the_same_tokens_from_run_and_export_with_and_without_cache(run, tmp_path):
     model = tercet.load_model(run)
     options = {"max_new_tokens": 12, "temperature": 0, "eos_id": -1}
-    tokens = tercet.generate(model, PROMPT, cache=False, **options).tokens
+    tokens = greedy_without_cache(model, PROMPT, 12)
     assert tercet.generate(model, PROMPT, **options).tokens == tokens
     theirs = as_transformers_model(model)
     theirs.generation_config.eos_token_id = None

@@ -4,7 +4,6 @@ prompts, and the command that trains a model at a longer length.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union
 
 from tercet import hints
-from tercet.atomic_io import check_writable
 from tercet.config.data import DataConfig
 from tercet.config.flags import Arg
 from tercet.config.load import ConfigError, load
@@ -33,7 +31,6 @@ Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     Arg("Weights and arithmetic; auto: bfloat16 on a GPU if the model was trained in bfloat16, else float32."),
 ]
-Plot = Annotated[Path | None, Arg("Write a plot to this SVG file.")]
 DataOf = Annotated[
     Path | None,
     Arg("Read the validation text of this run, to compare models that were trained with different data or seeds."),
@@ -95,21 +92,6 @@ def check_known(flag: str, given: Sequence[str], known: Iterable[str], *, may_be
         raise UsageError(f"{flag} is empty: pick from {', '.join(known)}")
 
 
-def check_depths(depths: Sequence[float]) -> None:
-    if not depths or not all(0 <= depth <= 1 for depth in depths):
-        raise UsageError(f"depths={depths} must be numbers from 0 to 1")
-
-
-def check_recall(data: DataConfig) -> None:
-    """Raise unless this is the data of a model of the recall task."""
-    if data.synthetic.task != "recall":
-        trained = data.synthetic.task if data.source == "synthetic" else data.source
-        raise UsageError(
-            f"the model was trained on {trained}, not on the recall task: train with --data.source synthetic "
-            "--data.synthetic.task recall, or use `tercet eval needle`"
-        )
-
-
 def own_text(path: Path, text_field: str = "text") -> DataConfig:
     """All the text of --data in its order, once: a file or a folder of text, jsonl, parquet or shards."""
     path = path.expanduser()
@@ -125,17 +107,6 @@ def own_text(path: Path, text_field: str = "text") -> DataConfig:
         raise UsageError(f"--text-field {text_field} has no effect: --data {path} is {source}, without fields; drop it")
     values = {"source": source, "path": str(path), "text_field": text_field}
     return DataConfig.model_validate(values | {"validation_fraction": 0, "shuffle": False, "exhaustion": "stop"})
-
-
-def check_plot(plot: Path | None) -> None:
-    """Fail before measuring if the plot could not be written."""
-    if plot is None:
-        return
-    if plot.suffix.lower() != ".svg":
-        raise UsageError(f"--plot {plot} does not end in .svg, the only format: choose a name that does")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(f"--plot {plot} needs matplotlib: pip install 'tercet[report]', or drop --plot")
-    check_writable("--plot", plot)
 
 
 def read_prompt_file(path: Path) -> str:

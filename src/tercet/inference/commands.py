@@ -48,7 +48,6 @@ def generate(
     seed: int = 0,
     context: int | None = None,
     prefill_chunk: int = 8192,
-    cache: bool = True,
     graph: bool = True,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -72,7 +71,6 @@ def generate(
         seed: Random seed of the sampling.
         context: Maximum tokens of prompt and answer; default: the training sequence length.
         prefill_chunk: Prompt tokens read at once; fewer need less memory.
-        cache: Use a KV cache; without it, everything is recomputed for each token.
         graph: On a GPU, capture the decode step as a CUDA graph.
         json: Print one line of JSON per prompt instead of text.
     """
@@ -111,7 +109,7 @@ def generate(
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
         "repetition_penalty": repetition_penalty, "stop": stop, "seed": seed, "context": context,
-        "prefill_chunk": prefill_chunk, "cache": cache, "graph": graph, "tokenizer": tokenizer,
+        "prefill_chunk": prefill_chunk, "graph": graph, "tokenizer": tokenizer,
     }  # fmt: skip
     if not interactive:
         _print_answers(model, asked, None if chat else prompts, json, **options)

@@ -1,11 +1,6 @@
-"""Decoders: prefill a batch of prompts, then decode one token per row and step. All produce the same text.
-
-tokens: int64 [B, T]; logits: [B, V]. Inference only; no autograd.
-"""
+"""Prefill a batch of prompts, then decode one token per row and step. Inference only; no autograd."""
 
 from __future__ import annotations
-
-from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -16,36 +11,12 @@ from tercet.model.transformer import Transformer
 PREFILL_CHUNK = 8192
 
 
-class Decoder(ABC):
-    """Decodes a batch of sequences of different lengths."""
+class CachedDecoder:
+    """Decodes a batch of sequences of different lengths with a KV cache. Prompts are read in chunks, which bounds the
+    memory for activations.
 
-    asynchronous = False
-    """Steps never synchronize with the host, so the next one can be launched before this one's token has arrived."""
-
-    def prepare(self) -> None:
-        """One-time setup before the first step, e.g. CUDA graph capture."""
-        return
-
-    @abstractmethod
-    def prefill(self, prompts: list[list[int]]) -> Tensor:
-        """Read the prompts; returns the logits after each prompt's last token."""
-
-    @abstractmethod
-    def step(self, tokens: Tensor, active: Tensor) -> Tensor:
-        """Read one more token of each active row; returns the logits after it, valid until the next step.
-
-        tokens: int64 [B]; active: int32 [B]. The logits of inactive rows are undefined.
-        """
-
-    def keys_read(self) -> int | None:
-        """Keys read in the last step, over all rows, KV heads and layers; None if not counted."""
-        return None
-
-
-class CachedDecoder(Decoder):
-    """Decodes with a KV cache. Prompts are read in chunks, which bounds the memory for activations.
-
-    graph   capture the step as a CUDA graph if all layers decode on the kernels; `graph_reason` says why not
+    graph         capture the step as a CUDA graph if all layers decode on the kernels; `graph_reason` says why not
+    asynchronous  steps never synchronize with the host: the next can be launched before this one's token has arrived
     """
 
     def __init__(
@@ -60,11 +31,13 @@ class CachedDecoder(Decoder):
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def prepare(self) -> None:
+        """Capture the CUDA graph, before the first step."""
         if self.graph_reason is None and self._graph is None:
             self._capture()
 
     @torch.no_grad()
     def prefill(self, prompts: list[list[int]]) -> Tensor:
+        """Read the prompts; returns the logits [B, V] after each prompt's last token."""
         if len(prompts) > 1 and max(map(len, prompts)) > self.chunk:
             # Row by row: chunks that start at different positions need the reference, and for several rows the
             # kernels would copy the whole cache for every chunk.
@@ -103,6 +76,10 @@ class CachedDecoder(Decoder):
 
     @torch.no_grad()
     def step(self, tokens: Tensor, active: Tensor) -> Tensor:
+        """Read one more token of each active row; returns the logits [B, V] after it, valid until the next step.
+
+        tokens: int64 [B]; active: int32 [B]. The logits of inactive rows are undefined.
+        """
         if self._graph is None:
             # Checking this on a GPU would synchronize.
             all_rows = active.device.type == "cpu" and bool(active.all())
@@ -121,6 +98,7 @@ class CachedDecoder(Decoder):
         self.batch, self._graph = len(rows), None
 
     def keys_read(self) -> int | None:
+        """Keys read in the last step, over all rows, KV heads and layers; None if not counted."""
         reads = [cache.reads for cache in self.cache]
         return None if any(r is None for r in reads) else sum(int(r[:, -1].sum()) for r in reads if r is not None)
 
@@ -158,28 +136,3 @@ class CachedDecoder(Decoder):
     def _restore(self, before: list) -> None:
         for cache, host in zip(self.cache, before, strict=True):
             cache.host_lengths = host
-
-
-class UncachedDecoder(Decoder):
-    """Recomputes the whole sequence for every token. Slow; the baseline that cached decoding is checked against."""
-
-    def __init__(self, model: Transformer) -> None:
-        self.model = model
-        self._rows: list[list[int]] = []
-
-    def prefill(self, prompts: list[list[int]]) -> Tensor:
-        self._rows = [list(prompt) for prompt in prompts]
-        return self._logits()
-
-    def step(self, tokens: Tensor, active: Tensor) -> Tensor:
-        for row, token, more in zip(self._rows, tokens.tolist(), active.tolist(), strict=True):
-            if more:
-                row.append(token)
-        return self._logits()
-
-    def _logits(self) -> Tensor:
-        # Row by row, so that neither batching nor padding can have an effect.
-        device = self.model.embedding.weight.device
-        return torch.cat(
-            [self.model.logits(self.model.hidden(torch.tensor([row], device=device))[:, -1]) for row in self._rows]
-        )

@@ -6,28 +6,21 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tercet.atomic_io import check_writable
 from tercet.errors import TercetError, UsageError
-from tercet.inference import plots
 from tercet.inference.arguments import (
     DataOf,
     Device,
     Dtype,
-    Plot,
     RulerTask,
     Run,
     at_least_one,
-    check_depths,
     check_model,
-    check_plot,
-    check_recall,
     extend_context_command,
-    find_model,
     own_text,
     read_prompt_file,
     tokenize_prompts,
@@ -48,7 +41,6 @@ def perplexity(
     data: Path | None = None,
     text_field: str = "text",
     data_of: DataOf = None,
-    plot: Plot = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> int:
@@ -61,7 +53,7 @@ def perplexity(
         data: Read this instead: a file or folder of text, jsonl, parquet, or shards, all of it.
         text_field: With --data: the field (jsonl) or column (parquet) with the text.
     """
-    _check_paths(run, data_of, plot)
+    _check_paths(run, data_of)
     if data is not None and data_of is not None:
         raise UsageError(f"--data {data} and --data-of {data_of} are two texts to read: drop one")
     if data is None and text_field != "text":
@@ -94,8 +86,7 @@ def perplexity(
         "data": None if own is None else [own.source, *own.path], "bits_per_byte": bits, "bytes": sum(sizes),
         "all": total.as_dict(), "by_position": [b.as_dict() for b in buckets],
     }  # fmt: skip
-    curve = {model.run.run.name: [(b.last + 1, b.loss) for b in buckets]}
-    return _finish(record, plot, partial(plots.context_plot, curve))
+    return _finish(record)
 
 
 def context(
@@ -104,7 +95,6 @@ def context(
     last: int | None = None,
     sequences: int = 32,
     data_of: DataOf = None,
-    plot: Plot = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> int:
@@ -115,7 +105,7 @@ def context(
         last: Tokens to score at the end of each; default: the shortest length.
         sequences: Sequences to read, each from one document of at least the greatest length.
     """
-    _check_paths(run, data_of, plot)
+    _check_paths(run, data_of)
     at_least_one(sequences=sequences, last=last, lengths=min(lengths, default=None))
     from tercet.inference.perplexity import ContextLoss, loss_with_context, within_documents
 
@@ -141,51 +131,7 @@ def context(
         print(f"{each.context:>12,}  {each.loss:>8.4f}" + ("" if each is found[0] else difference))
     by_length = [{"tokens": each.context, "loss": each.loss, "losses": each.losses} for each in found]
     record |= {"last": scored, "sequences": count, "by_context": by_length}
-    curve = {model.run.run.name: [(each.context, each.loss) for each in found]}
-    return _finish(record, plot, partial(plots.context_plot, curve))
-
-
-def needle(
-    run: Run,
-    lengths: tuple[int, ...] = (),
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0),
-    trials: int = 8,
-    style: Literal["auto", "recall", "text"] = "auto",
-    seed: int = 0,
-    batch: int = 8,
-    data_of: DataOf = None,
-    plot: Plot = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-) -> int:
-    """Needle in a haystack: hide a fact at each depth of texts of each length and query it at the end.
-
-    Args:
-        lengths: Text lengths in tokens; default: a quarter, half and all of the model's context, if a needle fits.
-        depths: Position of the fact: 0 is the beginning, 1 the end.
-        trials: Texts per length and depth.
-        style: recall (noise with facts like ab=42;) or text (validation text with a sentence); auto: by training data.
-        seed: Random seed of the texts.
-        batch: Texts per batch.
-    """
-    _check_paths(run, data_of, plot)
-    at_least_one(trials=trials, batch=batch, lengths=min(lengths, default=None))
-    check_depths(depths)
-    from tercet.inference.recall import default_lengths, find_needles
-
-    model = _load(run, device, dtype, data_of)
-    sizes = lengths or default_lengths(model, style)
-    record = _record("needle", run, model, "--lengths", sizes, data_of)
-    results = []
-    for result in find_needles(model, lengths=sizes, depths=depths, trials=trials, style=style, seed=seed, batch=batch):
-        results.append(result)
-        print(
-            f"{result.length:>9,} tokens, depth {result.depth:>4.0%}: {result.right} of {result.asked}, "
-            f"loss {result.nats:.3f}, {result.bits_per_byte:.3f} bits per byte",
-            flush=True,
-        )
-    record["found"] = [result.as_dict() for result in results]
-    return _finish(record, plot, partial(plots.needle_map, results))
+    return _finish(record)
 
 
 def ruler(
@@ -196,9 +142,7 @@ def ruler(
     depths: int = 10,
     wording: Literal["held-out", "training"] = "held-out",
     seed: int = 0,
-    out: Path | None = None,
     data_of: DataOf = None,
-    plot: Plot = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> int:
@@ -212,19 +156,13 @@ def ruler(
             share of the questions.
         wording: Templates: held-out (never used in training), or those of data.retrieval. Keys are new in both.
         seed: Random seed of the questions.
-        out: Write all results to this .json or .csv file.
     """
-    _check_paths(run, data_of, plot)
+    _check_paths(run, data_of)
     at_least_one(questions=questions, depths=depths, lengths=min(lengths, default=None))
-    if out is not None:
-        if out.suffix not in (".json", ".csv"):
-            raise UsageError(f"--out {out} ends in neither .json nor .csv: choose a name that does")
-        check_writable("--out", out)
-    from tercet.inference.recall import default_lengths
-    from tercet.inference.ruler import TASKS, RulerResult, ask, table, write_results
+    from tercet.inference.ruler import TASKS, RulerResult, ask, table
 
     model = _load(run, device, dtype, data_of)
-    sizes = lengths or default_lengths(model, "text")
+    sizes = lengths or tuple(n for n in (model.context // 4, model.context // 2) if n >= 128) + (model.context,)
     record = _record("ruler", run, model, "--lengths", sizes, data_of)
     progress = Progress(sum(sizes) * len(tasks or TASKS) * questions)
     results: list[RulerResult] = []
@@ -240,62 +178,11 @@ def ruler(
     if not results:
         raise UsageError(skipped[0])
     record |= {"wording": wording, "seed": seed, "skipped": skipped}
-    if out is not None:
-        write_results(results, record, out)
-        print(out)
     print(f"correct answers in percent, [95% interval]; questions per length and task: {questions};")
     print(f"{wording} wording; not comparable with published RULER scores")
     print(table(results))
     record["found"] = [result.as_dict() for result in results]
-    return _finish(record, plot, partial(plots.ruler_map, results))
-
-
-def recall(
-    runs: tuple[Path, ...],
-    length: int | None = None,
-    documents: int = 64,
-    batch: int = 8,
-    plot: Plot = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-) -> int:
-    """Accuracy on the synthetic recall task by distance to the fact, for one or more runs.
-
-    Args:
-        runs: Run folders of models trained on the recall task.
-        length: Tokens per document; default: as in training.
-        documents: Number of documents.
-        batch: Documents per batch.
-    """
-    if not runs:
-        raise UsageError("no run folder given: tercet eval recall runs/NAME-DATE-TIME")
-    check_plot(plot)
-    at_least_one(length=length, documents=documents, batch=batch)
-    for run in runs:
-        check_recall(find_model(run).run.data)
-    from tercet.inference.load import load_model
-    from tercet.inference.recall import bits_per_byte, recall_by_distance, window_reach
-
-    curves, records, reach = {}, [], None
-    for run in runs:
-        model = load_model(run, device=device, dtype=dtype)
-        tokens = model.context if length is None else length
-        warning = _warn_beyond_training(model, run, "--length", [tokens])
-        progress = Progress(documents * tokens).update
-        buckets = recall_by_distance(model, length=tokens, documents=documents, batch=batch, progress=progress)
-        reach = window_reach(model.config)
-        bits = bits_per_byte(buckets)
-        windows = f"windows alone reach {reach} tokens back; " if reach is not None else ""
-        print(f"{run}: {windows}answers take {bits:.3f} bits per byte")
-        for b in buckets:
-            far = "  beyond the windows" if reach is not None and b.first > reach else ""
-            print(f"  {f'{b.first} to {b.last}':>15} tokens back: {b.accuracy:>6.1%} of {b.asked}{far}")
-        curves[str(run)] = [(b.last, b.accuracy) for b in buckets]
-        records.append(
-            {"run": str(run), "step": model.step, "trained_length": model.context, "warning": warning,
-             "reach": reach, "bits_per_byte": bits, "by_distance": [b.as_dict() for b in buckets]}
-        )  # fmt: skip
-    return _finish({"eval": "recall", "runs": records}, plot, partial(plots.recall_plot, curves, window_reach=reach))
+    return _finish(record)
 
 
 def lm_eval(
@@ -388,17 +275,13 @@ def selection_map(
     return _finish({**record, "query": t, "blocks": blocks})
 
 
-def _finish(record: dict[str, Any], plot: Path | None = None, draw: Callable[[Path], None] = lambda _: None) -> int:
-    """Draw the plot if there is to be one, and end with the line of JSON."""
-    if plot is not None:
-        draw(plot)
-        print(plot)
+def _finish(record: dict[str, Any]) -> int:
+    """End with the line of JSON."""
     print(json.dumps(record))
     return 0
 
 
-def _check_paths(run: Path, data_of: Path | None, plot: Path | None = None) -> None:
-    check_plot(plot)
+def _check_paths(run: Path, data_of: Path | None) -> None:
     check_model(run)
     if data_of is not None:
         check_model(data_of)

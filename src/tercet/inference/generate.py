@@ -25,7 +25,7 @@ from tercet.inference.arguments import (
     required_context,
     tokenize_prompts,
 )
-from tercet.inference.decoder import PREFILL_CHUNK, CachedDecoder, Decoder, UncachedDecoder
+from tercet.inference.decoder import PREFILL_CHUNK, CachedDecoder
 from tercet.model.config import Sampling
 from tercet.model.sampling import INVALID_TOKEN, sample_token, uniform_draws
 from tercet.model.transformer import Transformer
@@ -114,7 +114,6 @@ def stream(
     tokenizer: Tokenizer | None = None,
     context: int | None = None,
     eos_id: int | Sequence[int] | None = None,
-    cache: bool = True,
     prefill_chunk: int = PREFILL_CHUNK,
     graph: bool = True,
     timing: Timing | None = None,
@@ -127,7 +126,6 @@ def stream(
     tokenizer      default: the model's; without one, pieces have tokens but no text
     context        maximum tokens of prompt and answer; default: the training sequence length
     eos_id         tokens that end a row; default: the tokenizer's, and what ends a turn of a conversation
-    cache          use a KV cache; False recomputes everything for each token, for comparison
     prefill_chunk  prompt tokens read at once
     graph          on a GPU, capture the decode step as a CUDA graph
     timing         filled in while it runs
@@ -154,9 +152,7 @@ def stream(
         was_training = model.training
         model.eval()
         try:
-            decoder: Decoder = UncachedDecoder(model)
-            if cache:
-                decoder = CachedDecoder(model, len(rows), max_len, chunk=prefill_chunk, graph=graph)
+            decoder = CachedDecoder(model, len(rows), max_len, chunk=prefill_chunk, graph=graph)
             loop = _DecodeLoop(
                 decoder, sampling, rows, seed, max_new_tokens, vocabulary, ends, device, timing or Timing()
             )
@@ -176,7 +172,7 @@ class _DecodeLoop:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: CachedDecoder,
         sampling: Sampling,
         rows: list[list[int]],
         seed: int,

@@ -9,17 +9,16 @@ Keys, values and wordings are held out from training (tercet.data.exercises).
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from tercet.data.exercises import (
     HELD_OUT_WORDINGS,
@@ -36,8 +35,8 @@ from tercet.data.exercises import (
 from tercet.errors import UsageError
 from tercet.inference.arguments import RulerTask
 from tercet.inference.load import LanguageModel
-from tercet.inference.perplexity import held_out
-from tercet.inference.recall import score_answers
+from tercet.inference.perplexity import held_out, logits_in_chunks
+from tercet.model.transformer import Transformer
 
 Wording = Literal["held-out", "training"]
 TASKS = get_args(RulerTask)
@@ -91,6 +90,27 @@ class RulerResult:
             f"{self.length:>9,} tokens, {self.task:<15}  {self.score:>6.1%} ({low:.1%} to {high:.1%}), "
             f"loss {self.nats:.3f}"
         )
+
+
+class Answer(NamedTuple):
+    right: bool  # every token is the model's top choice
+    nats: float  # mean loss per token
+
+
+@torch.no_grad()
+def score_answers(model: Transformer, documents: Tensor, spans: list[tuple[int, int, int]]) -> list[Answer]:
+    """Score tokens first … last-1 of each span (row, first, last)."""
+    sizes = [last - first for _, first, last in spans]
+    rows = torch.tensor([row for row, first, last in spans for _ in range(first, last)])
+    positions = torch.tensor([i for _, first, last in spans for i in range(first, last)])
+    device = model.embedding.weight.device
+    hidden = model.hidden(documents.to(device))[rows.to(device), (positions - 1).to(device)]
+    parts = []
+    for logits, expected in logits_in_chunks(model, hidden, documents[rows, positions]):
+        logits = logits.cpu()
+        parts.append((logits.argmax(-1) == expected, F.cross_entropy(logits, expected, reduction="none")))
+    right, nats = (torch.cat(part) for part in zip(*parts, strict=True))
+    return [Answer(bool(r.all()), float(n.mean())) for r, n in zip(right.split(sizes), nats.split(sizes), strict=True)]
 
 
 class _DoesNotFitError(Exception):
@@ -191,18 +211,6 @@ def table(results: Sequence[RulerResult]) -> str:
 
 def _range(result: RulerResult) -> str:
     return " ".join(f"{100 * end:.1f}" for end in result.interval)
-
-
-def write_results(results: Sequence[RulerResult], about: dict[str, Any], path: Path) -> None:
-    """As JSON, or as CSV with one row per result; an empty depth stands for all."""
-    rows = [result.as_dict() for result in results]
-    if path.suffix == ".csv":
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
-    else:
-        path.write_text(json.dumps({**about, "found": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 class QuestionWriter:
