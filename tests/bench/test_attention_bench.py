@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from fractions import Fraction
-
 import pytest
 import torch
 
 from tercet.attention.config import NSAConfig
 from tercet.bench import attention
+from tercet.bench.settings import table
 from tercet.errors import UsageError
 
 TOY, CONFIG = "1x200x4x2x16", NSAConfig(compress_block=4, compress_stride=4, select_block=8, select_count=5, window=8)
-OPTIONS = attention.Options(dense=("math",), rows=4, budget=0.0, graph=False)
+OPTIONS = attention.Options(dense=("math",), rows=4, budget=0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -29,33 +27,27 @@ def test_the_operator_is_checked_and_timed(name: str) -> None:
         assert row["speedup"] == row["math_both_ms"] / row["nsa_both_ms"] > 0
 
 
-@pytest.mark.parametrize(("exact", "groups"), [("1", None), ("1/2", 1)])
-def test_block_sparse_attention_by_own_scores_is_checked_and_timed(exact: str, groups: int | None) -> None:
-    options = replace(OPTIONS, scorer="own", exact_groups=Fraction(exact))
-    row = attention.bench("1x200x4x2x48", "random", CONFIG, options)
+def test_block_sparse_attention_by_own_scores_is_checked_and_timed() -> None:
+    row = attention.bench("1x200x4x2x48", "random", CONFIG, OPTIONS._replace(scorer="own"))
     assert row["correct"], row
-    assert row.get("exact_groups") == groups
     assert row["forward_speedup"] == row["math_forward_ms"] / row["own_forward_ms"] > 0
     assert row["speedup"] == row["math_both_ms"] / row["own_both_ms"] > 0
     assert row["choice_ms"] > 0
 
 
-def test_wrong_blocks_of_own_scores_get_no_speed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = attention.Own.choose
+@pytest.mark.parametrize("scorer", ["compressed", "own"])
+def test_a_wrong_result_gets_no_speed_up(monkeypatch: pytest.MonkeyPatch, scorer: str) -> None:
+    options, real = OPTIONS._replace(scorer=scorer), attention.check_rows
 
-    monkeypatch.setattr(attention.Own, "choose", lambda *given: real(*given).roll(40, 1))
-    row = attention.bench("1x200x4x2x48", "random", CONFIG, replace(OPTIONS, scorer="own"))
-    assert not row["correct"]
-    assert row.keys().isdisjoint({"speedup", "forward_speedup", "own_both_ms"})
-    assert "WRONG" in attention.table([row])
+    def of_other_blocks(x, config, out, indices, *rest):
+        return real(x, config, out, indices.roll(40, 1), *rest)
 
-
-def test_a_wrong_result_gets_no_speed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "check_rows", lambda *_: (0.5, 1.0))
-    row = attention.bench(TOY, "random", CONFIG, OPTIONS)
-    assert not row["correct"]
-    assert row.keys().isdisjoint({"speedup", "nsa_both_ms"})
-    assert "WRONG" in attention.table([row])
+    for check in (of_other_blocks, lambda *_: (0.5, 1.0)):
+        monkeypatch.setattr(attention, "check_rows", check)
+        row = attention.bench(TOY, "random", CONFIG, options)
+        assert not row["correct"]
+        assert row.keys().isdisjoint({"speedup", "forward_speedup", "nsa_both_ms", "own_both_ms"})
+        assert "WRONG" in table([row], attention.COLUMNS)
 
 
 def test_the_ratio_is_to_the_fastest_dense_of_the_same_run() -> None:

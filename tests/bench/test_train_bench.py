@@ -27,7 +27,7 @@ def cell(kind: str, speed: float, loss: float = 5.5, **more: Any) -> dict[str, A
 
 
 def asked(*kinds: str, packed: tuple[str, ...] = (), **settings: Any) -> list[dict[str, Any]]:
-    return train.cells_of("tiny", kinds, [(2, 64)], "none", packed, CPU | settings)
+    return train.cells_of("tiny", kinds, [(2, 64)], ("none",), packed, CPU | settings)
 
 
 def checked(correct: bool | None, kind: str = "nsa") -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_an_expected_error_in_a_cell_is_reported_in_full(monkeypatch: pytest.Mon
 
 
 def test_kinds_of_a_shape_are_measured_in_a_row():
-    found = train.cells_of("m7c", ("nsa", "dense"), [(32, 2048), (8, 8192)], "none", ("nsa",), {})
+    found = train.cells_of("m7c", ("nsa", "dense"), [(32, 2048), (8, 8192)], ("none",), ("nsa",), {})
     assert [(c["kind"], c["batch"], c["length"], c["packed"], c["preset"]) for c in found] == [
         ("nsa", 32, 2048, True, "m7c"), ("dense", 32, 2048, False, "m7c-dense"),
         ("nsa", 8, 8192, True, "m7c"), ("dense", 8, 8192, False, "m7c-dense"),
@@ -84,7 +84,7 @@ def test_kinds_of_a_shape_are_measured_in_a_row():
 
 @pytest.mark.parametrize("selector", ["compressed", "learned"])
 def test_the_block_sparse_kind_is_what_an_import_gives(selector: str) -> None:
-    (one,) = train.cells_of("m7c", ("block-sparse",), [(1, 64)], "none", (), {"model.selector": selector})
+    (one,) = train.cells_of("m7c", ("block-sparse",), [(1, 64)], ("none",), (), {"model.selector": selector})
     dense = load(preset="m7c-dense", flags={"model.compress_selected_keys": False}).config.model.model_dump()
     own = set(attention_options("block-sparse", 0, selector)) | {"shared_kv", "branches"}
     imported = {key: value for key, value in dense.items() if key not in own}
@@ -124,7 +124,7 @@ def test_kernels_are_checked_as_the_doctor_does(monkeypatch: pytest.MonkeyPatch)
 )
 def test_a_wrong_cell_is_not_called_correct(monkeypatch: pytest.MonkeyPatch, capsys: Any, done: Any, correct: bool):
     monkeypatch.setattr(train, "measured", lambda *_: ([checked(True)], done))
-    assert train.main(asked("nsa", "dense"), steps=1, repeats=1, seconds=1, out=None) == (not correct)
+    assert train.main(asked("nsa", "dense"), steps=1, repeats=1, seconds=1) == (not correct)
     lines = capsys.readouterr().out.splitlines()
     assert json.loads(lines[-1])["correct"] == correct
     assert any(done[0]["outcome"].replace("ok", "0.80") in line for line in lines[:-1])
@@ -133,21 +133,10 @@ def test_a_wrong_cell_is_not_called_correct(monkeypatch: pytest.MonkeyPatch, cap
 def test_without_kernels_results_are_not_called_correct(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     done = [cell("nsa", 80.0, routes=["reference"]), cell("dense", 100.0, routes=["sdpa"])]
     monkeypatch.setattr(train, "measured", lambda *_: ([checked(None)], done))
-    assert train.main(asked("nsa", "dense"), steps=1, repeats=1, seconds=1, out=None) == 0
+    assert train.main(asked("nsa", "dense"), steps=1, repeats=1, seconds=1) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("no kernels on this device: times are of reference, sdpa") for line in lines)
     assert json.loads(lines[-1])["correct"] is None
-
-
-def test_results_are_printed_before_a_failing_write(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path):
-    def full(*_: Any) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(train, "measured", lambda *_: ([checked(True)], [cell("nsa", 80.0), cell("dense", 100.0)]))
-    monkeypatch.setattr(train, "write_text", full)
-    with pytest.raises(OSError, match="No space left"):
-        train.main(asked("nsa", "dense"), steps=1, repeats=1, seconds=1, out=tmp_path / "results.json")
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["correct"]
 
 
 @pytest.mark.parametrize(

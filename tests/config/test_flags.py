@@ -126,7 +126,6 @@ def test_spellings_of_keys(flags, expected):
         ("eval selection-map r o --query -1", {"run": Path("r"), "out": Path("o"), "query": -1}),
         ("sweep --lrs 1, .5", {"lrs": (1, 0.5)}),
         ("doctor --short --no-short", {"short": False}),
-        ("bench train --out None", {"out": None}),
     ],
 )
 def test_spellings_of_function_commands(command, expected):

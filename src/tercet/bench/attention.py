@@ -17,7 +17,6 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -28,10 +27,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tercet.attention import reference
 from tercet.attention.config import NSAConfig
-from tercet.attention.layout import WHOLE, Span
+from tercet.attention.layout import Span
 from tercet.attention.operator import block_sparse_attention, nsa_attention
-from tercet.attention.selector import choose_blocks, own_scorer, pool_keys, slow_channels
+from tercet.attention.selector import TokenScorer, choose_blocks, own_scorer, slow_channels
 from tercet.attention.spec import block_sparse
+from tercet.bench.settings import Columns, table
 from tercet.bench.timing import device_name, measure, milliseconds, print_profile
 from tercet.doctor.kernels import MIN_EQUAL_BLOCKS, TOLERANCE, compare, relative_error
 from tercet.errors import TercetError, UsageError
@@ -53,18 +53,14 @@ class Shape:
     Dv: int | None = None
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """How to check and time a shape; commands.py describes the fields."""
 
     scorer: str = "compressed"
-    exact_groups: Fraction = Fraction(1)
     dense: Sequence[str] = ("cudnn", "flash")
-    dense_limit: int = 131072
     rows: int = 24
     budget: float = 0.6
     profile: bool = False
-    graph: bool = True
 
 
 _HEADS = {"P": (64, 4, 128), "C": (12, 2, 64), "M": (16, 1, 64), "L": (32, 8, 128)}
@@ -140,23 +136,28 @@ def smooth(noise: Tensor, correlation: float) -> Tensor:
 # ------------------------------------------------------------ correctness
 
 
-def check_rows(x: Inputs, config: NSAConfig, out: Tensor, indices: Tensor, rows: Sequence[int]) -> tuple[float, float]:
+def check_rows(
+    x: Inputs, config: NSAConfig, out: Tensor, indices: Tensor, rows: Sequence[int], scorer: str = "compressed"
+) -> tuple[float, float]:
     """Compare rows at full length with the reference in fp64: (worst relative error, share of equal blocks)."""
     worst, same, slots = 0.0, 0, 0
     for t in rows:
         row, span = (slice(t % x.q.shape[0], t % x.q.shape[0] + 1), slice(t, t + 1)), Span(t)
-        seen = (row[0], slice(config.num_compressed(t + 1)))
-        q, gates, chosen = x.q[row].double(), x.gates[row].double(), indices[row]
-        kc, vc = x.kc[seen].double(), x.vc[seen].double()
-        compressed, best, _ = reference.compressed_attention(q, kc, vc, config, span=span)
-        assert best is not None
+        q, chosen = x.q[row].double(), indices[row]
         ks, vs, kw, vw = (keys[row[0], : t + 1].double() for keys in (x.ks, x.vs, x.kw, x.vw))
-        outs = {
-            "compressed": compressed,
-            "selected": reference.selected_attention(q, ks, vs, chosen, config, None, span),
-            "window": reference.window_attention(q, kw, vw, config, None, span),
-        }
-        worst = max(worst, relative_error(out[row], reference.combine(gates, outs)))
+        expected = reference.selected_attention(q, ks, vs, chosen, config, None, span)
+        if scorer == "own":
+            scored = _own_scores(x.q[row], x.ks[row[0], : t + 1], config)
+            best = reference.select_by_tokens(scored.queries.double(), scored.keys.double(), config, None, span, "own")
+        else:
+            seen = (row[0], slice(config.num_compressed(t + 1)))
+            kc, vc = x.kc[seen].double(), x.vc[seen].double()
+            compressed, selected, _ = reference.compressed_attention(q, kc, vc, config, span=span)
+            assert selected is not None
+            window = reference.window_attention(q, kw, vw, config, None, span)
+            outs = {"compressed": compressed, "selected": expected, "window": window}
+            best, expected = selected, reference.combine(x.gates[row].double(), outs)
+        worst = max(worst, relative_error(out[row], expected))
         wanted = best >= 0
         same += int(((best[..., None] == chosen[..., None, :]).any(-1) & wanted).sum())
         slots += int(wanted.sum())
@@ -171,75 +172,9 @@ def agreement(indices: Tensor) -> float:
     return (kept.sum() / (now >= 0).sum()).item()
 
 
-class Own:
-    """Block-sparse attention chosen by its own queries and keys, of the slowest 16 planes.
-
-    exact_groups: the part of the KV heads that score single tokens; the others choose by the means of their blocks.
-    """
-
-    def __init__(self, shape: Shape, config: NSAConfig, exact_groups: Fraction) -> None:
-        self.config, self.groups = config, max(1, round(exact_groups * shape.G))
-        self.channels = slow_channels(shape.D, torch.device(_device()))
-        exact = tuple(range(self.groups)) if self.groups < shape.G else None
-        self.options: dict[str, Any] = {"scorer": "own", "score_channels": self.channels, "exact_groups": exact}
-        self.spec = block_sparse(config, "own", 0, exact)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return block_sparse_attention(q, k, v, config=self.config, backend=_backend(), **self.options)
-
-    @torch.no_grad()
-    def choose(self, q: Tensor, k: Tensor) -> Tensor:
-        scorer = own_scorer(q, k, self.channels, self.spec)
-        return choose_blocks(scorer, config=self.config, backend=_backend())
-
-    @torch.no_grad()
-    def choose_exactly(self, q: Tensor, k: Tensor, span: Span = WHOLE) -> Tensor:
-        """By the reference in fp64, from the same means."""
-        scorer = own_scorer(q, k, self.channels, self.spec)
-        queries, keys, pooled = scorer.queries.double(), scorer.keys.double(), scorer.pooled
-        chosen = [reference.select_by_tokens(queries, keys, self.config, None, span, "own")]
-        if pooled is not None:
-            means = pool_keys(pooled.keys, pooled.config).double()
-            _, others, _ = reference.compressed_attention(
-                pooled.queries.double(), means, means[..., :0], pooled.config, None, span=span
-            )
-            assert others is not None
-            chosen.append(others)
-        return torch.cat(chosen, 2)
-
-    def compared(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[float, float]:
-        """On the first 4,096 tokens of one sequence: (largest relative error of output and gradients over the same
-        blocks against the reference in fp32, share of equal blocks)."""
-        x = [y[:1, :4096].detach().requires_grad_() for y in (q, k, v)]
-        exact = [y.detach().float().requires_grad_() for y in x]
-        blocks, weight, found = self.choose_exactly(x[0], x[1]), torch.randn_like(exact[0]), []
-        for inputs, backend in ((x, _backend()), (exact, "reference")):
-            out = block_sparse_attention(*inputs, config=self.config, backend=backend, block_indices=blocks)
-            found.append([out, *torch.autograd.grad((out.float() * weight).sum(), inputs)])
-        error = max(relative_error(got, wanted) for got, wanted in zip(*found, strict=True))
-        return error, _equal(blocks, self.choose(x[0], x[1]))
-
-    def check_rows(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, indices: Tensor, rows: Sequence[int]
-    ) -> tuple[float, float]:
-        """Compare rows at full length with the reference in fp64: (worst relative error, share of equal blocks)."""
-        worst, wanted, chosen = 0.0, [], []
-        for t in rows:
-            b, span = slice(t % q.shape[0], t % q.shape[0] + 1), Span(t)
-            row, keys, values = q[b, t : t + 1], k[b, : t + 1], v[b, : t + 1]
-            wanted.append(self.choose_exactly(row, keys, span))
-            chosen.append(indices[b, t : t + 1])
-            exact = reference.selected_attention(
-                row.double(), keys.double(), values.double(), chosen[-1], self.config, None, span
-            )
-            worst = max(worst, relative_error(out[b, t : t + 1], exact))
-        return worst, _equal(torch.cat(wanted), torch.cat(chosen))
-
-
-def _equal(wanted: Tensor, chosen: Tensor) -> float:
-    """The share of the wanted blocks that are chosen."""
-    real = wanted >= 0
-    return float(((wanted[..., None] == chosen[..., None, :]).any(-1) & real).sum() / real.sum())
+def _own_scores(q: Tensor, k: Tensor, config: NSAConfig) -> TokenScorer:
+    """The queries and keys that choose blocks: the slowest 16 planes."""
+    return own_scorer(q, k, slow_channels(q.shape[-1], q.device), block_sparse(config, "own", 0))
 
 
 # ------------------------------------------------------------ time
@@ -260,7 +195,7 @@ _DENSE = {
 }
 
 
-def _time_dense(qkv: Sequence[Tensor], label: str, dout: Tensor, graph: bool, budget: float) -> dict[str, float]:
+def _time_dense(qkv: Sequence[Tensor], label: str, dout: Tensor, budget: float) -> dict[str, float]:
     """Time causal `scaled_dot_product_attention` on this backend; nothing if the backend rejects the shape."""
     leaves = [t.detach().requires_grad_() for t in qkv]
 
@@ -270,7 +205,7 @@ def _time_dense(qkv: Sequence[Tensor], label: str, dout: Tensor, graph: bool, bu
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
     try:
-        found = measure(forward, leaves, dout, graph, budget)
+        found = measure(forward, leaves, dout, budget)
     except RuntimeError as error:
         print(f"  {label}: {str(error).splitlines()[0]}", file=sys.stderr)
         return {}
@@ -278,38 +213,13 @@ def _time_dense(qkv: Sequence[Tensor], label: str, dout: Tensor, graph: bool, bu
 
 
 @lru_cache
-def _compared(shape: Shape, config: NSAConfig) -> tuple[float, float, float]:
+def _compared(shape: Shape, config: NSAConfig, scorer: str) -> tuple[float, float, float]:
     """Cached: lengths that share the same heads are checked once."""
     model = ModelConfig(nsa=config, heads=shape.H, kv_heads=shape.G, head_dim=shape.D, value_dim=shape.Dv)
+    if scorer == "own":
+        form = {"gate": "none", "branches": ("selected",), "shared_kv": True, "compression": "mean", "selector": "own"}
+        model = ModelConfig.model_validate(model.model_dump() | form | {"compress_selected_keys": False})
     return compare(model, torch.bfloat16, device=_device(), length=shape.T, backend=_backend(), packed=False)
-
-
-def _check(
-    x: Inputs, shape: Shape, config: NSAConfig, options: Options
-) -> tuple[dict[str, Any], Callable[..., Tensor], list[Tensor]]:
-    """Errors of the operator on these inputs; the operator, and those of the inputs that it reads."""
-    at = [config.compress_block, *torch.linspace(shape.T // 3, shape.T - 1, options.rows).long().tolist()]
-    operator: Callable[..., Tensor]
-    if options.scorer == "own":
-        own, qkv = Own(shape, config, options.exact_groups), (x.q, x.ks, x.vs)
-        error, equal = own.compared(*qkv)
-        indices = own.choose(x.q, x.ks)
-        with torch.no_grad():
-            row_error, same = own.check_rows(*qkv, own(*qkv), indices, at)
-        row = {"exact_groups": own.groups} if own.groups < shape.G else {}
-        operator, read = own, list(qkv)
-    else:
-        *errors, equal = _compared(replace(shape, B=1, T=min(shape.T, 4096)), config)
-        nsa = partial(nsa_attention, config=config, backend=_backend())
-        operator, read, error, row = nsa, list(x), max(errors), {}
-        with torch.no_grad():
-            out, aux = nsa(*x, return_aux=True)
-        indices = aux.block_indices
-        row_error, same = check_rows(x, config, out, indices, at)
-    same = min(same, equal)
-    correct = error <= TOLERANCE["bfloat16"] and row_error <= 1.5e-2 and same >= MIN_EQUAL_BLOCKS
-    found = {"worst_error": error, "row_error": row_error, "slots_equal": same, "agreement": agreement(indices)}
-    return {**row, **found, "correct": correct}, operator, read
 
 
 def bench(
@@ -319,12 +229,28 @@ def bench(
 
     dense: timings of dense attention at this shape, to copy instead of measuring them again.
     """
-    shape, label = shape_of(name), "own" if options.scorer == "own" else "nsa"
-    graph = options.graph and shape.D <= 64 and torch.cuda.is_available()
+    shape, own = shape_of(name), options.scorer == "own"
     x = make_inputs(shape, config, kind, device=_device())
-    checked, operator, read = _check(x, shape, config, options)
-    row: dict[str, Any] = {"shape": name, "inputs": kind, "scorer": options.scorer, **checked}
-    if not row["correct"]:
+    operator: Callable[..., Any] = partial(nsa_attention, config=config, backend=_backend())
+    read, label = list(x), "nsa"
+    if own:
+        channels = slow_channels(shape.D, x.q.device)
+        operator = partial(
+            block_sparse_attention, config=config, backend=_backend(), scorer="own", score_channels=channels
+        )
+        read, label = [x.q, x.ks, x.vs], "own"
+    *errors, equal = _compared(replace(shape, B=1, T=min(shape.T, 4096)), config, options.scorer)
+    with torch.no_grad():
+        out, aux = operator(*read, return_aux=True)
+    at = [config.compress_block, *torch.linspace(shape.T // 3, shape.T - 1, options.rows).long().tolist()]
+    row_error, same = check_rows(x, config, out, aux.block_indices, at, options.scorer)
+    same = min(same, equal)
+    correct = max(errors) <= TOLERANCE["bfloat16"] and row_error <= 1.5e-2 and same >= MIN_EQUAL_BLOCKS
+    row: dict[str, Any] = {
+        "shape": name, "inputs": kind, "scorer": options.scorer, "worst_error": max(errors), "row_error": row_error,
+        "slots_equal": same, "agreement": agreement(aux.block_indices), "correct": correct,
+    }  # fmt: skip
+    if not correct:
         return row
     leaves = [t.detach().requires_grad_() for t in read]
     dout = torch.randn(shape.B, shape.T, shape.H, shape.Dv or shape.D, dtype=x.q.dtype, device=x.q.device)
@@ -332,51 +258,35 @@ def bench(
     def forward() -> Tensor:
         return operator(*leaves)
 
-    row |= {f"{label}_{key}": ms for key, ms in measure(forward, leaves, dout, graph, options.budget).items()}
-    if isinstance(operator, Own):
-        row["choice_ms"] = milliseconds(lambda: operator.choose(*leaves[:2]), options.budget)
+    row |= {f"{label}_{key}": ms for key, ms in measure(forward, leaves, dout, options.budget).items()}
+    if own:
+        row["choice_ms"] = milliseconds(partial(_choose_own, x.q, x.ks, config), options.budget)
     if options.profile:
         print_profile(lambda: torch.autograd.grad(forward(), leaves, dout))
     if dense is None:
         dense = {}
-        for backend in options.dense if options.dense_limit >= shape.T else ():
-            dense |= _time_dense((x.q, x.ks, x.vs), backend, dout, graph, options.budget)
+        for backend in options.dense:
+            dense |= _time_dense((x.q, x.ks, x.vs), backend, dout, options.budget)
     row |= dense
-    for key, ratio in (("forward_ms", "forward_speedup"), ("both_ms", "speedup"), ("graph_both_ms", "graph_speedup")):
+    for key, ratio in (("forward_ms", "forward_speedup"), ("both_ms", "speedup")):
         if known := [dense[f"{backend}_{key}"] for backend in _DENSE if f"{backend}_{key}" in dense]:
             row[ratio] = min(known) / row[f"{label}_{key}"]
     return row
 
 
-_COLUMNS = (
-    ("shape", "shape"), ("inputs", "inputs"), ("agreement", "agree"), ("nsa_forward_ms", "nsa fwd"),
-    ("nsa_both_ms", "nsa f+b"), ("own_forward_ms", "own fwd"), ("own_both_ms", "own f+b"), ("choice_ms", "choice"),
-    ("cudnn_forward_ms", "cudnn fwd"), ("cudnn_both_ms", "cudnn f+b"), ("flash_forward_ms", "flash fwd"),
-    ("flash_both_ms", "flash f+b"), ("forward_speedup", "× fwd"), ("speedup", "× f+b"),
-    ("nsa_graph_both_ms", "nsa graph"), ("cudnn_graph_both_ms", "cudnn graph"), ("graph_speedup", "× graph"),
-    ("nsa_peak_gib", "nsa GiB"), ("own_peak_gib", "own GiB"), ("cudnn_peak_gib", "cudnn GiB"),
-    ("worst_error", "error"), ("slots_equal", "slots"),
-)  # fmt: skip
+@torch.no_grad()
+def _choose_own(q: Tensor, k: Tensor, config: NSAConfig) -> Tensor:
+    return choose_blocks(_own_scores(q, k, config), config=config, backend=_backend())
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Columns that no row has are left out; the ratios are to the fastest dense attention."""
-    scorers = {"own" if row.get("scorer") == "own" else "nsa" for row in rows}
-    columns = [
-        (key, label)
-        for key, label in _COLUMNS
-        if any(key in row for row in rows) or key in ("forward_speedup", "speedup", *(f"{s}_both_ms" for s in scorers))
-    ]
-    lines = [" | ".join(label.rjust(max(7, len(label))) for _, label in columns)]
-    for row in rows:
-        cells = []
-        for key, label in columns:
-            value = row.get(key, "–" if row["correct"] else "WRONG")
-            if isinstance(value, float):
-                value = f"{value:.{ {'slots_equal': 5, 'worst_error': 4}.get(key, 3) }f}"
-            cells.append(str(value).rjust(max(7, len(label))))
-        lines.append(" | ".join(cells))
-    return "\n".join(lines)
+COLUMNS: Columns = {
+    "shape": ("shape", str), "inputs": ("inputs", str), "correct": ("check", lambda ok: "ok" if ok else "WRONG"),
+    **{f"{name}_{key}": (f"{name} {about}", "{:.3f}".format) for name in ("nsa", "own", "cudnn", "flash")
+       for key, about in (("forward_ms", "fwd, ms"), ("both_ms", "f+b, ms"), ("peak_gib", "GiB"))},
+    "choice_ms": ("choice, ms", "{:.3f}".format), "forward_speedup": ("× fwd", "{:.2f}".format),
+    "speedup": ("× f+b", "{:.2f}".format), "agreement": ("agree", "{:.3f}".format),
+    "worst_error": ("error", "{:.4f}".format), "slots_equal": ("slots", "{:.5f}".format),
+}  # fmt: skip
 
 
 def main(names: Sequence[str], kinds: Sequence[str], options: Options) -> int:
@@ -401,8 +311,8 @@ def main(names: Sequence[str], kinds: Sequence[str], options: Options) -> int:
                 dense = {key: value for key, value in row.items() if key.startswith(("cudnn_", "flash_"))}
             results.append(row)
             torch.cuda.empty_cache()
-            print(table(results[-1:]), flush=True)
-    print(table(results))
+            print(table(results[-1:], COLUMNS), flush=True)
+    print(f"\n{table(results, COLUMNS)}")
     correct = all(r["correct"] for r in results)
     print(json.dumps({"bench": "attention", "device": device_name(), "correct": correct, "results": results}))
     return 0 if correct else 1

@@ -3,59 +3,44 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 from typing import Literal
 
 from tercet.bench.settings import parse_settings
-from tercet.config.sections import Switch
+from tercet.config.sections import ActivationCheckpointing, Switch
 from tercet.errors import UsageError
 
 
 def attention(
     *,
     scorer: Literal["compressed", "own"] = "compressed",
-    exact_groups: str = "1",
     shapes: tuple[str, ...] = (),
     inputs: tuple[str, ...] = (),
     dense: tuple[str, ...] = ("cudnn", "flash"),
-    dense_limit: int = 131072,
     rows: int = 24,
     budget: float = 0.6,
     profile: bool = False,
-    graph: bool = True,
 ) -> int:
     """Check and time an attention operator against dense attention on this machine's GPU.
 
     Args:
         scorer: compressed: NSA with three branches. own: block-sparse attention, 16 blocks of 64 chosen by the largest
             product of its own queries and keys in 32 channels.
-        exact_groups: For own: the part of the KV heads that score single tokens, e.g. 1/3; the others use block means.
         shapes: Heads, sequences and tokens: P64k (64 query heads, 4 KV heads of 128), L64k (32, 8, 128), C8x2k (12, 2,
             64), M4x4k (16, 1, 64); or BxTxHxGxD, or BxTxHxGxDxDv for another size of values. Default: P8k P64k C8x2k
             C4x4k C1x16k; for own L16k to L128k.
         inputs: random; smooth, where neighbouring queries select similar blocks. Default: both; for own random.
-        dense: Dense attention to compare with: cudnn, flash or both. The ratios are to the faster one.
-        dense_limit: Skip dense attention beyond this length.
+        dense: Dense attention to compare with: cudnn, flash or both; the ratios are to the faster one. Empty: none.
         rows: Rows to check against fp64 at full length.
         budget: Seconds per timing.
         profile: Also print the time of each kernel.
-        graph: Also time CUDA graphs, at head size 64.
     """
     _check_at_least(1, rows=rows)
-    _check_at_least(0, dense_limit=dense_limit)
-    _check_budget(budget)
-    try:
-        share = Fraction(exact_groups)
-    except (ValueError, ZeroDivisionError):
-        share = Fraction(0)
-    if not 0 < share <= 1:
-        raise UsageError(f"--exact-groups {exact_groups} is not a part of the KV heads: give 1, 1/3, 1/6 …")
-    if share < 1 and scorer != "own":
-        raise UsageError(f"--exact-groups {exact_groups} is not used by --scorer {scorer}: add --scorer own")
+    if not 0 < budget < math.inf:
+        raise UsageError(f"--budget {budget:g} is out of range: give a number of seconds above 0")
     from tercet.bench.attention import Options, main
 
     inputs = inputs or (("random",) if scorer == "own" else ("random", "smooth"))
-    return main(shapes, inputs, Options(scorer, share, dense, dense_limit, rows, budget, profile, graph))
+    return main(shapes, inputs, Options(scorer, dense, rows, budget, profile))
 
 
 def decode(
@@ -86,15 +71,7 @@ def decode(
 
     if layer:
         return layer_main(batches, contexts)
-    return main(
-        batches=batches,
-        contexts=contexts,
-        preset=preset,
-        kinds=kinds,
-        steps=steps,
-        settings=parse_settings(settings, {}),
-        profile=profile,
-    )
+    return main(batches, contexts, preset, kinds, steps=steps, settings=parse_settings(settings, {}), profile=profile)
 
 
 def train(
@@ -105,14 +82,13 @@ def train(
     tokens: int = 65536,
     steps: int = 10,
     repeats: int = 3,
-    checkpointing: str = "none",
+    checkpointing: tuple[ActivationCheckpointing, ...] = ("none",),
     packed: tuple[str, ...] = (),
     compile: Switch = "auto",
     cuda_graph: Switch = "off",
     settings: str = "",
     device: Literal["auto", "cuda", "cpu"] = "auto",
     seconds: float = 600,
-    out: str | None = None,
 ) -> int:
     """Check and time whole training steps of a model and its dense baseline, over sequence lengths.
 
@@ -123,7 +99,7 @@ def train(
         tokens: Tokens per step.
         steps: Steps per timed interval.
         repeats: Timed intervals after warm-up; the median is reported. 0: time the first interval, with compilation.
-        checkpointing: Activation checkpointing: none, selective or full.
+        checkpointing: Activation checkpointing: none, selective, full.
         packed: Kinds whose documents are packed into one row with cu_seqlens. Dense is measured both ways then.
         compile: auto (on a GPU), on or off.
         cuda_graph: on: capture forward and backward as a CUDA graph, or fail; auto: if steps are launch-bound; off.
@@ -132,10 +108,7 @@ def train(
             tokens.
         device: auto, cuda or cpu.
         seconds: Time limit per cell; a slower cell is reported as too slow.
-        out: Also write the JSON line to this file.
     """
-    from pathlib import Path
-
     _check_at_least(1, lengths=lengths, tokens=tokens, steps=steps)
     _check_at_least(0, repeats=repeats)
     if wrong := [length for length in lengths if tokens % length]:
@@ -146,12 +119,7 @@ def train(
     given = parse_settings(settings, OWN_KEYS) | {"train.compile": compile, "train.cuda_graph": cuda_graph}
     given |= {} if device == "auto" else {"run.device": device}
     cells = cells_of(preset, kinds, shapes, checkpointing, packed, given)
-    return main(cells, steps=steps, repeats=repeats, seconds=seconds, out=Path(out) if out else None)
-
-
-def _check_budget(budget: float) -> None:
-    if not 0 < budget < math.inf:
-        raise UsageError(f"--budget {budget:g} is out of range: give a number of seconds above 0")
+    return main(cells, steps=steps, repeats=repeats, seconds=seconds)
 
 
 def _check_at_least(least: int, **flags: int | tuple[int, ...]) -> None:

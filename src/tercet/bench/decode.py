@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import json
 import math
 import statistics
@@ -27,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tercet.attention.config import NSAConfig
-from tercet.bench.settings import KINDS, check_kinds
+from tercet.bench.settings import KINDS, Columns, check_kinds, table
 from tercet.bench.timing import device_name, graphed, milliseconds, print_profile
 from tercet.config.load import load
 from tercet.doctor.kernels import relative_error
@@ -44,10 +45,24 @@ _LONG = 131072
 _WARM = 8192
 # Largest relative error of a decode step in bf16.
 ERROR_LIMIT = 1e-2
+COLUMNS: Columns = {
+    "kind": ("kind", str), "context": ("context", str), "batch": ("batch", str),
+    "out_of_memory": ("", lambda _: "out of memory"), "first_token_s": ("first token, s", "{:.4f}".format),
+    "tokens_per_s": ("tokens/s", "{:,.1f}".format), "ms_per_step": ("ms/step", "{:.3f}".format),
+    "times_dense": ("× dense", "{:.2f}".format), "keys_per_token": ("keys/token", "{:,.0f}".format),
+    "cache_bytes_per_token": ("cache, B/token", "{:.1f}".format), "error": ("error", "{:.1e}".format),
+    "correct": ("check", lambda ok: "ok" if ok else "WRONG"), "graph": ("CUDA graph", str),
+}  # fmt: skip
+LAYER_COLUMNS: Columns = {
+    "context": ("context", str), "batch": ("batch", str), "error": ("error", "{:.1e}".format),
+    "correct": ("check", lambda ok: "ok" if ok else "WRONG"),
+    **{f"{name}_ms": (f"{name}, ms", "{:.4f}".format) for name in ("sparse", "ours", "cudnn", "flash")},
+    "times_dense": ("× dense", "{:.2f}".format),
+}  # fmt: skip
 
 
 def main(
-    *, batches: Sequence[int], contexts: Sequence[int], preset: str, kinds: Sequence[str], steps: int,
+    batches: Sequence[int], contexts: Sequence[int], preset: str, kinds: Sequence[str], *, steps: int,
     settings: Mapping[str, Any], profile: bool,
 ) -> int:  # fmt: skip
     check_kinds(preset, [kind for kind in kinds if kind != "dense"] or ["nsa"], settings)
@@ -61,10 +76,6 @@ def main(
         f"{device_name()}, torch {torch.__version__}; {preset}, {str(dtype).removeprefix('torch.')}, random weights "
         f"and prompts; {', '.join(kinds)} at contexts {', '.join(map(str, contexts))} with batches "
         f"{', '.join(map(str, batches))}; {steps} tokens per timing; first token at batch 1"
-    )
-    print(
-        f"{'kind':>12} {'context':>8} {'first token s':>14} {'batch':>6} {'tokens/s':>10} {'ms/step':>8} "
-        f"{'× dense':>8} {'keys/token':>11} {'cache B/token':>14} {'error':>8}  step"
     )
     models = {}
     for kind in sorted(kinds, key=lambda kind: kind != "dense"):  # first, for the ratios
@@ -80,10 +91,12 @@ def main(
             for row in _at(model, context, batches, steps, warm=i > 0, profile=profile):
                 row = {"kind": kind, "selector": model.config.selector if kind != "dense" else None} | row
                 rows.append(row | {"times_dense": _times_dense(row, rows)})
-                print(_line(rows[-1]), flush=True)
+                speed = f"{row['tokens_per_s']:,.1f} tokens/s" if "tokens_per_s" in row else "out of memory"
+                print(f"{kind} at {context}, batch {row['batch']}: {speed}", flush=True)
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
+    print(f"\n{table(rows, COLUMNS)}\n")
     checked = [row["correct"] for row in rows if "correct" in row]
     correct = all(checked) if checked else None  # None: nothing was compared with the reference
     record = {"bench": "decode", "device": device_name(), "torch": torch.__version__, "preset": preset}
@@ -138,23 +151,17 @@ def _at(
         }  # fmt: skip
 
 
-def step_error(layer: Attention, cache: Cache) -> float | None:
-    """Relative error of one decode step on the kernels against the reference, with random values in a copy of at most
-    two rows of the cache."""
-    rows = copy.copy(cache)
+def step_error(layer: Attention, cache: Cache, *, random: bool = True) -> float | None:
+    """Relative error of one decode step on the kernels against the reference, in a copy of at most two rows of the
+    cache; None if the reference ran. random: with random values in the copy."""
+    rows, found = copy.copy(cache), {}
     rows.take_rows(torch.arange(min(len(cache.lengths), 2), device=cache.lengths.device))
-    for store in rows._stores.values():
+    for store in rows._stores.values() if random else ():
         store.normal_()
     x = torch.randn(len(rows.lengths), 1, layer.dim, device=rows.lengths.device, dtype=torch.bfloat16)
-    return _compared(layer, x, rows)
-
-
-def _compared(layer: Attention, x: torch.Tensor, cache: Cache) -> float | None:
-    """Relative error of a step on the kernels against the reference; None if the reference ran."""
-    found = {}
     for backend in ("triton", "reference"):
         layer.backend = backend
-        found[backend] = layer(x, cache=copy.deepcopy(cache))
+        found[backend] = layer(x, cache=copy.deepcopy(rows))
         if backend == "triton" and "reference" in layer.routes.values():
             return None
     layer.backend = "auto"
@@ -178,19 +185,6 @@ def _first_token(
         token.item()
         times.append(time.perf_counter() - started)
     return decoder, token, statistics.median(times[1:] or times)
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    begin = f"{row['kind']:>12} {row['context']:8d}"
-    if "out_of_memory" in row:
-        return f"{begin} {'':14} {row['batch']:6d} out of memory"
-    error = f"{row['error']:.1e}" if row.get("correct") else "WRONG" if "error" in row else "–"
-    ratio = "" if row["times_dense"] is None else f"{row['times_dense']:.2f}"
-    return (
-        f"{begin} {row['first_token_s']:14.4f} {row['batch']:6d} {row['tokens_per_s']:10.1f} {row['ms_per_step']:8.3f} "
-        f"{ratio:>8} {row['keys_per_token'] or 0:11,.0f} {row['cache_bytes_per_token']:14.1f} {error:>8}  "
-        f"graph: {row['graph']}"
-    )
 
 
 def _step_ms(decoder: CachedDecoder, tokens: torch.Tensor, active: torch.Tensor, steps: int) -> float:
@@ -217,7 +211,6 @@ def _wait() -> None:
 
 
 HEADS, GROUPS, SIZE, DIM = 32, 8, 128, 64
-_TOLERANCE = 1e-2
 _BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -227,8 +220,11 @@ def layer_main(batches: Sequence[int], contexts: Sequence[int], budget: float = 
     print(
         f"{device_name()}, torch {torch.__version__}, bf16, {HEADS} heads, {GROUPS} KV heads of {SIZE}, one token a row"
     )
-    print(f"{'context':>8} {'batch':>6} {'error':>8} {'sparse ms':>10} {'dense ms':>9}  {'fastest':8} {'× dense':>8}")
-    results = [_layer_at(batch, context, budget) for context in contexts for batch in batches]
+    results = []
+    for context, batch in itertools.product(contexts, batches):
+        results.append(_layer_at(batch, context, budget))
+        print(table(results[-1:], LAYER_COLUMNS), flush=True)
+    print(f"\n{table(results, LAYER_COLUMNS)}\n")
     correct = all(row["correct"] for row in results)
     print(json.dumps({"bench": "decode layer", "device": device_name(), "correct": correct, "results": results}))
     return 0 if correct else 1
@@ -242,26 +238,21 @@ def _layer_at(batch: int, context: int, budget: float) -> dict[str, Any]:
     )
     dense = DenseAttention(DIM, HEADS, GROUPS, SIZE).to("cuda", torch.bfloat16)
     caches = [_filled(layer, batch, context) for layer in (sparse, dense)]
-    error = _layer_error(sparse, caches[0])
+    error = step_error(sparse, caches[0], random=False)
+    error = math.inf if error is None else error
     q, kv = (torch.randn(batch, 1, n, device="cuda", dtype=torch.bfloat16) for n in (HEADS * SIZE, 2 * GROUPS * SIZE))
     ms = {
-        name: milliseconds(graphed(_layer_step(layer, cache, q, kv)), budget)
+        f"{name}_ms": milliseconds(graphed(_layer_step(layer, cache, q, kv)), budget)
         for name, layer, cache in zip(("sparse", "ours"), (sparse, dense), caches, strict=True)
     }
     k, v = (store[:, :context].transpose(1, 2) for store in caches[1].selected())
     rows = q.view(batch, GROUPS, HEADS // GROUPS, SIZE)  # the heads of a group as queries: nothing to mask
     for name, backend in _BACKENDS.items():
         with suppress(RuntimeError), sdpa_kernel(backend):  # not every version runs every shape
-            ms[name] = milliseconds(graphed(lambda: scaled_dot_product_attention(rows, k, v)), budget)
-    fastest = min((name for name in ms if name != "sparse"), key=ms.__getitem__)
-    correct = error <= _TOLERANCE
-    ratio = ms[fastest] / ms["sparse"] if correct else None
-    shown = "WRONG" if ratio is None else f"{ratio:.2f}"
-    print(
-        f"{context:8d} {batch:6d} {error:8.1e} {ms['sparse']:10.4f} {ms[fastest]:9.4f}  {fastest:8} {shown:>8}",
-        flush=True,
-    )
-    return {"context": context, "batch": batch, "error": error, "correct": correct, "ms": ms, "times_dense": ratio}
+            ms[f"{name}_ms"] = milliseconds(graphed(lambda: scaled_dot_product_attention(rows, k, v)), budget)
+    fastest, correct = min(value for name, value in ms.items() if name != "sparse_ms"), error <= ERROR_LIMIT
+    ratio = fastest / ms["sparse_ms"] if correct else None
+    return {"context": context, "batch": batch, "error": error, "correct": correct, **ms, "times_dense": ratio}
 
 
 def _filled(layer: Attention, batch: int, context: int) -> Cache:
@@ -274,14 +265,6 @@ def _filled(layer: Attention, batch: int, context: int) -> Cache:
     cache.lengths.fill_(context)
     cache.host_lengths = HostLengths((context,) * batch)
     return cache
-
-
-def _layer_error(layer: Attention, cache: Cache) -> float:
-    """Of the first row's next token on the kernels, against the reference."""
-    first = copy.copy(cache)
-    first.take_rows(torch.zeros(1, dtype=torch.int64, device="cuda"))
-    error = _compared(layer, torch.randn(1, 1, DIM, device="cuda", dtype=torch.bfloat16), first)
-    return math.inf if error is None else error
 
 
 def _layer_step(layer: Attention, cache: Cache, q: Tensor, kv: Tensor) -> Callable[[], Tensor]:

@@ -8,10 +8,9 @@ import re
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from tercet.config.flags import key_options
 from tercet.config.load import dense_baseline, load
@@ -103,40 +102,49 @@ def is_out_of_memory(text: str) -> bool:
     return any(sign in text for sign in _OUT_OF_MEMORY)
 
 
-def run(words: Sequence[str], seconds: float, on_line: Callable[[str], None] | None = None) -> Ended:
-    """Run a command, and stop it after `seconds`.
-
-    on_line: called with each line of stdout as soon as it is printed; the time limit then applies to each line.
-    """
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        started, late = time.monotonic(), []
-        stdout = log if on_line is None else subprocess.PIPE
-        process = subprocess.Popen(words, stdout=stdout, stderr=log, text=True)
+def run(words: Sequence[str], seconds: float, on_line: Callable[[str], None]) -> Ended:
+    """Run a command. on_line: called with each line of stdout as soon as it is printed; a command that prints no line
+    for `seconds` is stopped."""
+    late: list[float] = []
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as log,
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+    ):
 
         def stop() -> None:
-            late.append(time.monotonic() - started)
-            process.terminate()  # torchrun forwards it to its ranks
-            try:
-                process.wait(timeout=45)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            late.append(seconds)
+            process.kill()
 
-        def timer() -> threading.Timer:
-            waiting = threading.Timer(seconds, stop)
-            waiting.start()
-            return waiting
+        def start_timer() -> threading.Timer:
+            timer = threading.Timer(seconds, stop)
+            timer.start()
+            return timer
 
-        limit = timer()
+        timer = start_timer()
         try:
             for line in process.stdout or ():
-                limit.cancel()
-                assert on_line is not None
+                timer.cancel()
                 on_line(line)
-                started, limit = time.monotonic(), timer()
+                timer = start_timer()
             process.wait()
+        except BaseException:  # interrupted
+            process.kill()
+            raise
         finally:
-            limit.cancel()
-            if process.poll() is None:  # interrupted
-                process.terminate()
+            timer.cancel()
         log.seek(0)
         return Ended(process.returncode, log.read(), late[0] if late else None)
+
+
+Columns: TypeAlias = Mapping[str, tuple[str, Callable[[Any], str]]]
+"""Of a table: key of a row -> (heading, format)."""
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Columns) -> str:
+    """The results as a Markdown table, without columns that no row has."""
+    shown = {key: column for key, column in columns.items() if any(row.get(key) is not None for row in rows)}
+    lines = ["| " + " | ".join(heading for heading, _ in shown.values()) + " |", "|" + "---|" * len(shown)]
+    for row in rows:
+        cells = ["" if row.get(key) is None else form(row[key]) for key, (_, form) in shown.items()]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)

@@ -63,9 +63,7 @@ def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def measure(
-    forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor, graph: bool, budget: float
-) -> dict[str, float]:
+def measure(forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor, budget: float) -> dict[str, float]:
     """Milliseconds of an inference forward and of forward + backward, and the peak memory of the latter."""
 
     def both() -> Any:
@@ -82,8 +80,6 @@ def measure(
     found["both_ms"] = milliseconds(both, budget)
     if torch.cuda.is_available():
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    if graph:
-        found["graph_both_ms"] = milliseconds(graphed(both), budget)
     return found
 
 

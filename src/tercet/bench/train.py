@@ -15,13 +15,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, get_args
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
 
-from tercet.atomic_io import check_writable, write_text
-from tercet.bench.settings import KINDS, check_kinds, of_kind, run
-from tercet.config.sections import ActivationCheckpointing
+from tercet.bench.settings import KINDS, Columns, check_kinds, of_kind, run, table
 from tercet.errors import TercetError, UsageError
 from tercet.inference.arguments import check_known
 
@@ -37,8 +35,8 @@ OWN_KEYS = {
 
 
 def cells_of(
-    preset: str, kinds: Sequence[str], shapes: Sequence[tuple[int, int]], checkpointing: str, packed: Sequence[str],
-    settings: dict[str, Any],
+    preset: str, kinds: Sequence[str], shapes: Sequence[tuple[int, int]], checkpointing: Sequence[str],
+    packed: Sequence[str], settings: dict[str, Any],
 ) -> list[Cell]:  # fmt: skip
     """The cells to measure, all kinds of a shape (batch, length) in a row so that clock drift affects all.
 
@@ -47,24 +45,20 @@ def cells_of(
     """
     check_kinds(preset, kinds, settings)
     check_known("--packed", packed, KINDS, may_be_empty=True)
-    check_known("--checkpointing", [checkpointing], get_args(ActivationCheckpointing))
     if not shapes:
         raise UsageError("--lengths is empty: nothing to measure")
     found = []
-    for batch, length in dict.fromkeys(shapes):
-        for kind in kinds:
-            name, flags = of_kind(preset, kind, settings)
-            for as_one_row in (False, True) if kind == "dense" and kind in packed else (kind in packed,):
-                cell = {"kind": kind, "batch": batch, "length": length, "preset": name, "packed": as_one_row}
-                found.append({**cell, "checkpointing": checkpointing, "flags": flags})
+    for (batch, length), mode, kind in product(dict.fromkeys(shapes), checkpointing, kinds):
+        name, flags = of_kind(preset, kind, settings)
+        for as_one_row in (False, True) if kind == "dense" and kind in packed else (kind in packed,):
+            cell = {"kind": kind, "batch": batch, "length": length, "preset": name, "packed": as_one_row}
+            found.append({**cell, "checkpointing": mode, "flags": flags})
     return found
 
 
-def measured(
-    cells: list[Cell], steps: int, repeats: int, seconds: float, on_line: Callable[[Cell], None] = lambda _: None
-) -> tuple[list[Cell], list[Cell]]:
+def measured(cells: list[Cell], steps: int, repeats: int, seconds: float) -> tuple[list[Cell], list[Cell]]:
     """Check kernels and measure cells in a subprocess: (checks, results). If the process dies, only the current cell is
-    lost, and a new one continues. on_line: called with each line as soon as it is there."""
+    lost, and a new one continues."""
     wanted = list({cell["kind"]: cell for cell in cells if cell["kind"] != "dense"}.values())
     checks: list[Cell] = []
     done: list[Cell] = []
@@ -78,7 +72,6 @@ def measured(
     def receive(line: Cell) -> None:
         (checks if "check" in line else done).append(line)
         print(_check_line(line) if "check" in line else _figures(line), flush=True)
-        on_line(line)
         start()
 
     start()
@@ -141,35 +134,25 @@ def compared(cells: Sequence[Cell], checks: Sequence[Cell]) -> list[Cell]:
     return rows
 
 
-def table(rows: Sequence[Cell]) -> list[str]:
-    """The results as a Markdown table."""
-    columns = ("length", "batch", "kind", "documents", "tokens/s", "x dense", "GiB", "x dense")
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for row in rows:
-        parts = [str(row["length"]), str(row["batch"]), row["kind"], "packed" if row["packed"] else "rows"]
-        figures = (("tokens_per_s", ",.0f"), ("times_dense", ".2f"), ("peak_gib", ".1f"), ("times_dense_memory", ".2f"))
-        parts += ["" if row.get(name) is None else format(row[name], form) for name, form in figures]
-        if row["outcome"] != "ok":
-            parts[4] = row["outcome"]
-        lines.append("| " + " | ".join(parts) + " |")
-    return lines
+COLUMNS: Columns = {
+    "length": ("length", str), "batch": ("batch", str), "kind": ("kind", str), "checkpointing": ("checkpointing", str),
+    "packed": ("documents", lambda packed: "packed" if packed else "rows"), "outcome": ("outcome", str),
+    "tokens_per_s": ("tokens/s", "{:,.0f}".format), "times_dense": ("x dense", "{:.2f}".format),
+    "peak_gib": ("GiB", "{:.1f}".format), "times_dense_memory": ("GiB, x dense", "{:.2f}".format),
+}  # fmt: skip
 
 
-def main(
-    cells: list[Cell], *, steps: int, repeats: int, seconds: float, out: Path | None
-) -> int:  # fmt: skip
+def main(cells: list[Cell], *, steps: int, repeats: int, seconds: float) -> int:
     started = time.time()
     if seconds <= 0:
         raise UsageError(f"--seconds {seconds:g} is too short: give more than 0")
-    if out is not None:
-        check_writable("--out", out)
     kinds = list(dict.fromkeys(f"{cell['kind']}{' packed' * cell['packed']}" for cell in cells))
     shapes = list(dict.fromkeys(f"{cell['batch']} x {cell['length']}" for cell in cells))
     intervals = f"{repeats} x {steps} steps after warm-up" if repeats else f"{steps} steps"
     print(f"{', '.join(kinds)} at {', '.join(shapes)} tokens; {intervals}, at most {seconds:g} s each (--seconds)")
     checks, done = measured(cells, steps, repeats, seconds)
     rows = compared(done, checks)
-    print("\n" + "\n".join(table(rows)) + "\n")
+    print(f"\n{table(rows, COLUMNS)}\n")
     correct: bool | None = None if any(check["correct"] is None for check in checks) else True
     if correct is None:
         ran = ", ".join(sorted({route for cell in done for route in cell.get("routes", ())}))
@@ -180,12 +163,6 @@ def main(
     failed = any("wrong" in row or row["outcome"].startswith(("wrong", "failed")) for row in rows)
     if failed or any(check["correct"] is False for check in checks):
         correct = False
-    result = {
-        "bench": "train", "steps": steps, "repeats": repeats, "correct": correct, "checks": checks,
-        "seconds": time.time() - started, "results": rows,
-    }  # fmt: skip
-    # Print before writing the file: a full disk must not lose the results.
-    print(json.dumps(result), flush=True)
-    if out is not None:
-        write_text(out, json.dumps(result) + "\n")
+    record = {"bench": "train", "steps": steps, "repeats": repeats, "correct": correct, "checks": checks}
+    print(json.dumps({**record, "seconds": time.time() - started, "results": rows}), flush=True)
     return 1 if correct is False else 0
