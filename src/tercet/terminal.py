@@ -1,10 +1,12 @@
-"""Terminal output: escape control characters in text of files and models, and show the progress of an evaluation."""
+"""Terminal output: control characters in text of files and models, progress of an evaluation, tables of results."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 SECONDS_PER_LINE = 30  # of Progress, where there is no terminal
 
@@ -39,3 +41,17 @@ class Progress:
         if self._done >= self._total:
             return ""
         return f", about {seconds / 60:.0f} min left" if seconds > 90 else f", about {seconds:.0f} s left"
+
+
+Columns: TypeAlias = Mapping[str, tuple[str, Callable[[Any], str]]]
+"""Of a table: key of a row -> (heading, format)."""
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Columns) -> str:
+    """The results as a Markdown table, without columns that no row has."""
+    shown = {key: column for key, column in columns.items() if any(row.get(key) is not None for row in rows)}
+    lines = ["| " + " | ".join(heading for heading, _ in shown.values()) + " |", "|" + "---|" * len(shown)]
+    for row in rows:
+        cells = ["" if row.get(key) is None else form(row[key]) for key, (_, form) in shown.items()]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)

@@ -7,8 +7,8 @@ import torch
 
 from tercet.attention.config import NSAConfig
 from tercet.bench import attention
-from tercet.bench.settings import table
 from tercet.errors import UsageError
+from tercet.terminal import table
 
 TOY, CONFIG = "1x200x4x2x16", NSAConfig(compress_block=4, compress_stride=4, select_block=8, select_count=5, window=8)
 OPTIONS = attention.Options(dense=("math",), rows=4, budget=0.0)

@@ -107,5 +107,5 @@ def test_the_command_runs_a_task_and_prints_its_results(tmp_path, capsys, model)
     nats = -sum(sum(log_probabilities(model, [0, *text.encode()])) for text in texts)
     expected = nats / math.log(2) / sum(map(len, texts))
     assert json.loads(out[-1])["results"]["little_text"]["bits_per_byte,none"] == pytest.approx(expected, rel=1e-4)
-    assert any(line.startswith("little_text") and "bits_per_byte" in line for line in out)
+    assert any(line.startswith("| little_text | bits_per_byte | ") for line in out)
     assert json.loads((tmp_path / "all.json").read_text())["results"]

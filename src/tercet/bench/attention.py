@@ -31,12 +31,12 @@ from tercet.attention.layout import Span
 from tercet.attention.operator import block_sparse_attention, nsa_attention
 from tercet.attention.selector import TokenScorer, choose_blocks, own_scorer, slow_channels
 from tercet.attention.spec import block_sparse
-from tercet.bench.settings import Columns, table
 from tercet.bench.timing import device_name, measure, milliseconds, print_profile
 from tercet.doctor.kernels import MIN_EQUAL_BLOCKS, TOLERANCE, compare, relative_error
 from tercet.errors import TercetError, UsageError
 from tercet.inference.arguments import check_known
 from tercet.model.config import ModelConfig
+from tercet.terminal import Columns, table
 
 CORRELATION = 0.996  # of successive queries in smooth inputs
 

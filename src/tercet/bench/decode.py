@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tercet.attention.config import NSAConfig
-from tercet.bench.settings import KINDS, Columns, check_kinds, table
+from tercet.bench.settings import KINDS, check_kinds
 from tercet.bench.timing import device_name, graphed, milliseconds, print_profile
 from tercet.config.load import load
 from tercet.doctor.kernels import relative_error
@@ -39,6 +39,7 @@ from tercet.model.cache import Cache, HostLengths
 from tercet.model.decode import kernel_cache, kernel_heads
 from tercet.model.layers import BlockSparseAttention, DenseAttention
 from tercet.model.transformer import Transformer
+from tercet.terminal import Columns, table
 
 _LONG = 131072
 # Prompt length of the warm-up before a long prompt.

@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from tercet.config.flags import key_options
 from tercet.config.load import dense_baseline, load
@@ -134,17 +134,3 @@ def run(words: Sequence[str], seconds: float, on_line: Callable[[str], None]) ->
             timer.cancel()
         log.seek(0)
         return Ended(process.returncode, log.read(), late[0] if late else None)
-
-
-Columns: TypeAlias = Mapping[str, tuple[str, Callable[[Any], str]]]
-"""Of a table: key of a row -> (heading, format)."""
-
-
-def table(rows: Sequence[Mapping[str, Any]], columns: Columns) -> str:
-    """The results as a Markdown table, without columns that no row has."""
-    shown = {key: column for key, column in columns.items() if any(row.get(key) is not None for row in rows)}
-    lines = ["| " + " | ".join(heading for heading, _ in shown.values()) + " |", "|" + "---|" * len(shown)]
-    for row in rows:
-        cells = ["" if row.get(key) is None else form(row[key]) for key, (_, form) in shown.items()]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)

@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from tercet.bench.settings import KINDS, Columns, check_kinds, of_kind, run, table
+from tercet.bench.settings import KINDS, check_kinds, of_kind, run
 from tercet.errors import TercetError, UsageError
 from tercet.inference.arguments import check_known
+from tercet.terminal import Columns, table
 
 Cell = dict[str, Any]
 # Both models start from the same weight distribution: first losses may differ by this share plus the batch's noise.

@@ -1,5 +1,5 @@
 """What `tercet generate` and `tercet eval` check and read without torch: arguments, the model's folder and tokenizer,
-prompts, and the command that trains a model at a longer length.
+and prompts.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union
 
-from tercet import hints
 from tercet.config.data import DataConfig
 from tercet.config.flags import Arg
-from tercet.config.load import ConfigError, load
+from tercet.config.load import load
 from tercet.config.schema import RunConfig
 from tercet.data.files import SUFFIXES, check_paths
 from tercet.data.tokenizers import ChatError, LibraryTokenizer, Tokenizer, load_tokenizer
@@ -270,39 +269,3 @@ def _check_tokens(row: list[int], name: str, vocab_size: int) -> None:
                 f"{name}: token {token} at position {position} is outside the vocabulary, 0 to {vocab_size - 1}: "
                 "is it from another tokenizer?"
             )
-
-
-def extend_context_command(run: Path, length: int) -> str:
-    """The command, with NEW as the run folder to choose; if none would be valid, the keys to set."""
-    run = run.expanduser()
-    weights = run / WEIGHTS if has_weights(run) else run
-    file = next((f for f in (run / CONFIG, manifest.run_of(run) / CONFIG) if f.is_file()), None)
-    try:
-        if file is not None:
-            return _train_command(file, weights, length)
-    except ConfigError:
-        pass
-    return (
-        f"train with its configuration, train.init_from={weights}, data.seq_len={length}, and a train.tokens_per_step "
-        "that is a multiple of train.micro_batch × data.seq_len × ranks"
-    )
-
-
-def _train_command(file: Path, weights: Path, length: int) -> str:
-    config = load(file=file).config
-    keys = {"run.dir": "NEW", "train.init_from": str(weights), "data.seq_len": length, **_batch_sizes(config, length)}
-    if config.train.stages:  # a run of one stage, like the last one
-        last = {"train.steps": config.train.stages[-1].steps, "model.rope_theta": config.stages[-1].model.rope_theta}
-        keys |= {"train.stages": "none", **last}
-    parallel = load(file=file, flags=keys).config.parallel  # raises ConfigError if the command would be invalid
-    return hints.train_config(file, keys, ranks=None if parallel.strategy == "single" else parallel.world_size)
-
-
-def _batch_sizes(config: RunConfig, length: int) -> dict[str, int]:
-    """About as many tokens per pass as before, and whole passes per step."""
-    batch = max(1, config.train.micro_batch * config.data.seq_len // length)
-    per_pass = batch * length * config.parallel.data_ranks
-    return {
-        "train.micro_batch": batch,
-        "train.tokens_per_step": -(-config.stages[-1].train.tokens_per_step // per_pass) * per_pass,
-    }

@@ -20,12 +20,11 @@ from tercet.inference.arguments import (
     Run,
     at_least_one,
     check_model,
-    extend_context_command,
     own_text,
     read_prompt_file,
     tokenize_prompts,
 )
-from tercet.terminal import Progress, printable
+from tercet.terminal import Columns, Progress, printable, table
 
 if TYPE_CHECKING:
     from tercet.config.data import DataConfig
@@ -53,17 +52,16 @@ def perplexity(
         data: Read this instead: a file or folder of text, jsonl, parquet, or shards, all of it.
         text_field: With --data: the field (jsonl) or column (parquet) with the text.
     """
-    _check_paths(run, data_of)
     if data is not None and data_of is not None:
         raise UsageError(f"--data {data} and --data-of {data_of} are two texts to read: drop one")
     if data is None and text_field != "text":
         raise UsageError(f"--text-field {text_field} has no effect without --data: drop it")
     own = None if data is None else own_text(data, text_field)
     at_least_one(sequences=sequences, seq_len=seq_len, batch=batch)
+    model, record = _open("perplexity", run, device, dtype, data_of, own)
+    record["warning"] = _warn_beyond_training(model, run, "--seq-len", [seq_len or 0])
     from tercet.inference.perplexity import by_position, held_out, overall, target_bytes
 
-    model = _load(run, device, dtype, data_of, own)
-    record = _record("perplexity", run, model, "--seq-len", [seq_len or 0], data_of)
     if sequences is None and own is None:
         sequences = 32
     sizes, progress = [], Progress((sequences or 0) * (seq_len or model.context))
@@ -75,11 +73,13 @@ def perplexity(
             progress.update(loaded.tokens.numel())
 
     buckets = by_position(model, batches())
-    print(f"{'context':>15}  {'tokens':>10}  {'loss':>8}  {'perplexity':>10}")
-    for b in buckets:
-        print(f"{f'{b.first} to {b.last}':>15}  {b.tokens:>10,}  {b.loss:>8.4f}  {b.perplexity:>10.3f}")
     total = overall(buckets)
-    print(f"{'all':>15}  {total.tokens:>10,}  {total.loss:>8.4f}  {total.perplexity:>10.3f}")
+    rows = [{"context": f"{b.first} to {b.last}", **b.as_dict()} for b in buckets]
+    columns: Columns = {
+        "context": ("context", str), "tokens": ("tokens", "{:,}".format), "loss": ("loss", "{:.4f}".format),
+        "perplexity": ("perplexity", "{:.3f}".format),
+    }  # fmt: skip
+    print(table([*rows, {"context": "all", **total.as_dict()}], columns))
     bits = total.nats / math.log(2) / max(1, sum(sizes))
     print(f"{bits:.4f} bits per byte over {sum(sizes):,} bytes of text, comparable between tokenizers")
     record |= {
@@ -105,16 +105,15 @@ def context(
         last: Tokens to score at the end of each; default: the shortest length.
         sequences: Sequences to read, each from one document of at least the greatest length.
     """
-    _check_paths(run, data_of)
     at_least_one(sequences=sequences, last=last, lengths=min(lengths, default=None))
+    model, record = _open("context", run, device, dtype, data_of)
     from tercet.inference.perplexity import ContextLoss, loss_with_context, within_documents
 
-    model = _load(run, device, dtype, data_of)
     sizes = sorted(set(lengths) or {max(1, model.context // n) for n in (8, 4, 2, 1)})
     scored = sizes[0] if last is None else last
     if scored > sizes[0]:
         raise UsageError(f"--last {scored} is more than the shortest of --lengths, {sizes[0]}: give at most that")
-    record = _record("context", run, model, "--lengths", sizes, data_of)
+    record["warning"] = _warn_beyond_training(model, run, "--lengths", sizes)
     found = [ContextLoss(size, []) for size in sizes]
     progress = Progress(sum(sizes) * sequences)
     for loaded in within_documents(model, length=sizes[-1], sequences=sequences, last=scored):
@@ -122,16 +121,17 @@ def context(
             each.losses.append(loss_with_context(model, loaded, each.context, scored))
             progress.update(each.context)
     count = len(found[0].losses)
-    one = count == 1  # whose difference has no standard error
-    print(f"the last {scored:,} tokens of {'1 sequence' if one else f'{count} sequences, each'} from one document")
-    print(f"{'tokens read':>12}  {'loss':>8}  against {sizes[0]:,}")
+    print(f"the last {scored:,} tokens of {count} sequences, each from one document")
+    rows: list[dict[str, Any]] = []
     for each in found:
-        gain, error = each.gain(found[0])
-        difference = f"  {gain:+.4f}" + ("" if one else f" ± {error:.4f}")
-        print(f"{each.context:>12,}  {each.loss:>8.4f}" + ("" if each is found[0] else difference))
-    by_length = [{"tokens": each.context, "loss": each.loss, "losses": each.losses} for each in found]
-    record |= {"last": scored, "sequences": count, "by_context": by_length}
-    return _finish(record)
+        gain, error = (None, None) if each is found[0] else each.gain(found[0])
+        rows.append({"tokens": each.context, "loss": each.loss, "gain": gain, "error": error, "losses": each.losses})
+    columns: Columns = {
+        "tokens": ("tokens read", "{:,}".format), "loss": ("loss", "{:.4f}".format),
+        "gain": (f"against {sizes[0]:,}", "{:+.4f}".format), "error": ("±", "{:.4f}".format),
+    }  # fmt: skip
+    print(table(rows, columns))
+    return _finish(record | {"last": scored, "sequences": count, "by_context": rows})
 
 
 def ruler(
@@ -157,13 +157,12 @@ def ruler(
         wording: Templates: held-out (never used in training), or those of data.retrieval. Keys are new in both.
         seed: Random seed of the questions.
     """
-    _check_paths(run, data_of)
     at_least_one(questions=questions, depths=depths, lengths=min(lengths, default=None))
-    from tercet.inference.ruler import TASKS, RulerResult, ask, table
+    model, record = _open("ruler", run, device, dtype, data_of)
+    from tercet.inference.ruler import TASKS, RulerResult, ask, table_of
 
-    model = _load(run, device, dtype, data_of)
     sizes = lengths or tuple(n for n in (model.context // 4, model.context // 2) if n >= 128) + (model.context,)
-    record = _record("ruler", run, model, "--lengths", sizes, data_of)
+    record["warning"] = _warn_beyond_training(model, run, "--lengths", sizes)
     progress = Progress(sum(sizes) * len(tasks or TASKS) * questions)
     results: list[RulerResult] = []
     skipped: list[str] = []
@@ -177,12 +176,11 @@ def ruler(
             print(f"skipped: {found}", file=sys.stderr)
     if not results:
         raise UsageError(skipped[0])
-    record |= {"wording": wording, "seed": seed, "skipped": skipped}
     print(f"correct answers in percent, [95% interval]; questions per length and task: {questions};")
     print(f"{wording} wording; not comparable with published RULER scores")
-    print(table(results))
-    record["found"] = [result.as_dict() for result in results]
-    return _finish(record)
+    print(table_of(results))
+    found_all = [result.as_dict() for result in results]
+    return _finish(record | {"wording": wording, "seed": seed, "skipped": skipped, "found": found_all})
 
 
 def lm_eval(
@@ -206,7 +204,6 @@ def lm_eval(
         include: Folder with more task definitions (YAML).
         out: Also write all results to this JSON file.
     """
-    check_model(run)
     if not tasks:
         raise UsageError("no task given: add --tasks, e.g. --tasks hellaswag arc_easy (`lm-eval ls tasks` lists them)")
     at_least_one(limit=limit, batch=batch)
@@ -216,9 +213,7 @@ def lm_eval(
         check_writable("--out", out)
     if importlib.util.find_spec("lm_eval") is None:
         raise TercetError("tercet eval lm-eval needs lm-eval: pip install 'tercet[eval]'")
-    from tercet.inference.load import load_model
-
-    model = load_model(run, device=device, dtype=dtype)
+    model, record = _open("lm-eval", run, device, dtype)
     print("loading lm-eval …", file=sys.stderr, flush=True)  # takes most of a minute, with the index of its tasks
     from tercet.inference.harness import evaluate
 
@@ -227,16 +222,19 @@ def lm_eval(
         task: {key: value for key, value in scores.items() if isinstance(value, (int, float))}
         for task, scores in found["results"].items()
     }
+    rows = []
     for task, scores in results.items():
         for key, value in scores.items():
             metric, _, variant = key.partition(",")
-            error = scores.get(f"{metric}_stderr,{variant}")
             if variant and not metric.endswith("_stderr"):
-                print(f"{task:<24}  {metric:<16}  {value:.4f}" + (f" ± {error:.4f}" if error is not None else ""))
+                error = scores.get(f"{metric}_stderr,{variant}")
+                rows.append({"task": task, "metric": metric, "score": value, "error": error})
+    print(table(rows, {"task": ("task", str), "metric": ("metric", str), "score": ("score", "{:.4f}".format),
+                       "error": ("±", "{:.4f}".format)}))  # fmt: skip
     if out is not None:
         out.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
         print(out)
-    return _finish({"eval": "lm-eval", "run": str(run), "step": model.step, "results": results})
+    return _finish(record | {"results": results})
 
 
 def selection_map(
@@ -256,60 +254,40 @@ def selection_map(
         prompt_file: File with the text; - reads standard input.
         query: Index of the token, from 0; -1 is the last.
     """
-    check_model(run)
     check_writable("OUT", out)
     text = read_prompt_file(prompt_file) if prompt_file is not None else prompt
     if not text:
         raise UsageError("no prompt given: use --prompt TEXT or --prompt-file FILE")
-    from tercet.inference.load import load_model
+    model, record = _open("selection-map", run, device, dtype)
     from tercet.inference.selection_map import record_selections, selection_page
 
-    model = load_model(run, device=device, dtype=dtype)
     (tokens,) = tokenize_prompts([text], model.tokenizer, model.config.vocab_size)
-    record = _record("selection-map", run, model, "a prompt length of", [len(tokens)])
+    record["warning"] = _warn_beyond_training(model, run, "a prompt length of", [len(tokens)])
     layers = record_selections(model, tokens)
     out.write_text(selection_page(tokens, model.tokenizer, layers, query=query), encoding="utf-8")
     print(f"{out}: {len(tokens)} tokens, {len(layers)} layers")
     t = query if query >= 0 else len(tokens) + query
     blocks = {f"layer_{layer.layer}": sorted(layer.selected_by(t)) for layer in layers}
-    return _finish({**record, "query": t, "blocks": blocks})
+    return _finish(record | {"query": t, "blocks": blocks})
 
 
-def _finish(record: dict[str, Any]) -> int:
-    """End with the line of JSON."""
-    print(json.dumps(record))
-    return 0
-
-
-def _check_paths(run: Path, data_of: Path | None) -> None:
-    check_model(run)
-    if data_of is not None:
-        check_model(data_of)
-
-
-def _load(
-    run: Path, device: Device, dtype: Dtype, data_of: Path | None, own: DataConfig | None = None
-) -> LanguageModel:
-    """Load a model and print its data and seed, which decide what text is held out: two models are comparable on the
-    same text only. own: text that is read instead."""
+def _open(
+    name: str, run: Path, device: Device, dtype: Dtype, data_of: Path | None = None, own: DataConfig | None = None
+) -> tuple[LanguageModel, dict[str, Any]]:
+    """A model, and the beginning of the evaluation's JSON line. Prints the data and seed of an evaluation that reads
+    validation text, which decide what is held out: two models are comparable on the same text only. own: text that is
+    read instead."""
+    for folder in (run, data_of):
+        if folder is not None:
+            check_model(folder)
     from tercet.inference.load import load_model
 
     model = load_model(run, device=device, dtype=dtype, data_of=data_of)
-    data = own or model.run.data
-    seed = "" if own else f", seed {model.run.run.seed}"
-    print(" ".join(["all text of" if own else "validation text of", data.source, *data.path]) + seed, flush=True)
-    return model
-
-
-def _record(
-    name: str, run: Path, model: LanguageModel, flag: str, lengths: Sequence[int], data_of: Path | None = None
-) -> dict[str, Any]:
-    """The beginning of an evaluation's JSON line, with a warning about lengths beyond the training length."""
-    warning = _warn_beyond_training(model, run, flag, lengths)
-    return {
-        "eval": name, "run": str(run), "step": model.step, "trained_length": model.context, "warning": warning,
-        "data_of": None if data_of is None else str(data_of),
-    }  # fmt: skip
+    if name in ("perplexity", "context", "ruler"):
+        data, seed = (own, "") if own else (model.run.data, f", seed {model.run.run.seed}")
+        print(" ".join(["all text of" if own else "validation text of", data.source, *data.path]) + seed, flush=True)
+    about = {"eval": name, "run": str(run), "step": model.step, "trained_length": model.context}
+    return model, about | {"data_of": None if data_of is None else str(data_of)}
 
 
 def _warn_beyond_training(model: LanguageModel, run: Path, flag: str, lengths: Sequence[int]) -> str | None:
@@ -318,9 +296,14 @@ def _warn_beyond_training(model: LanguageModel, run: Path, flag: str, lengths: S
     if not longer:
         return None
     warning = (
-        f"{flag} {' '.join(map(str, longer))} is beyond the {model.context} tokens that {run} was trained with, "
-        f"so results show extrapolation to unseen positions; to train it at this length: "
-        f"{extend_context_command(run, longer[-1])}"
+        f"{flag} {' '.join(map(str, longer))} is beyond the {model.context} tokens that {run} was trained with, so "
+        f"results show extrapolation to unseen positions: train at this length first (train.init_from, data.seq_len)"
     )
     print(f"warning: {printable(warning)}", file=sys.stderr)
     return warning
+
+
+def _finish(record: dict[str, Any]) -> int:
+    """End with the line of JSON."""
+    print(json.dumps(record))
+    return 0

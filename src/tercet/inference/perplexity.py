@@ -114,10 +114,10 @@ class ContextLoss:
     def loss(self) -> float:
         return statistics.fmean(self.losses)
 
-    def gain(self, other: ContextLoss) -> tuple[float, float]:
-        """Mean difference to another context over the sequences, and its standard error."""
+    def gain(self, other: ContextLoss) -> tuple[float, float | None]:
+        """Mean difference to another context over the sequences, and its standard error; None for one sequence."""
         differences = [a - b for a, b in zip(self.losses, other.losses, strict=True)]
-        error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
+        error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
         return statistics.fmean(differences), error
 
 

@@ -37,6 +37,7 @@ from tercet.inference.arguments import RulerTask
 from tercet.inference.load import LanguageModel
 from tercet.inference.perplexity import held_out, logits_in_chunks
 from tercet.model.transformer import Transformer
+from tercet.terminal import table
 
 Wording = Literal["held-out", "training"]
 TASKS = get_args(RulerTask)
@@ -189,28 +190,17 @@ def _measure(
     return results
 
 
-def table(results: Sequence[RulerResult]) -> str:
-    """Depths × lengths for each task with a single fact, then tasks × lengths."""
-    lengths = sorted({result.length for result in results})
-    cells = {(r.task, r.depth, r.length): r for r in results}
-    tasks = sorted({result.task for result in results}, key=TASKS.index)
-    head = "".join(f"{f'{length:,}':>20}" for length in lengths)
-
-    def row(label: str, task: str, depth: float | None) -> str:
-        found = [cells.get((task, depth, length)) for length in lengths]
-        texts = ["-" if r is None else f"{100 * r.score:.1f} [{_range(r)}]" for r in found]
-        return f"{label:<16}" + "".join(f"{text:>20}" for text in texts)
-
-    lines = []
-    for task in tasks:
-        depths = sorted({r.depth for r in results if r.task == task and r.depth is not None})
-        if len(depths) > 1:
-            lines += [f"{task:<16}{head}", *(row(f"  depth {depth:>4.0%}", task, depth) for depth in depths), ""]
-    return "\n".join([*lines, f"{'task':<16}{head}", *(row(task, task, None) for task in tasks)])
-
-
-def _range(result: RulerResult) -> str:
-    return " ".join(f"{100 * end:.1f}" for end in result.interval)
+def table_of(results: Sequence[RulerResult]) -> str:
+    """Tasks × lengths; below a task with a single fact, its depths."""
+    rows: dict[tuple[str, float | None], dict[str, Any]] = {}
+    for r in sorted(results, key=lambda r: (TASKS.index(r.task), r.depth is not None, r.depth or 0.0, r.length)):
+        label = r.task if r.depth is None else f"at {r.depth:.0%}"
+        low, high = (100 * end for end in r.interval)
+        rows.setdefault((r.task, r.depth), {"task": label})[str(r.length)] = (
+            f"{100 * r.score:.1f} [{low:.1f} {high:.1f}]"
+        )
+    lengths = sorted({r.length for r in results})
+    return table(list(rows.values()), {"task": ("task", str), **{str(n): (f"{n:,}", str) for n in lengths}})
 
 
 class QuestionWriter:
