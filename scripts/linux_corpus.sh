@@ -2,12 +2,10 @@
 # Build a large offline corpus: C sources of the Linux kernel as byte shards, from Debian's package.
 #
 #     bash scripts/linux_corpus.sh corpus/linux              # needs apt-get, dpkg-deb, tar, xz; a minute, 1 GB of disk
-#     bash scripts/linux_corpus.sh corpus/linux archive.tar.xz   # also pack the shards into an archive
 #
 # One document per file: *.c and *.h in the folders below, up to 300 KiB (larger files are register tables).
 set -euo pipefail
-out=${1:?usage: linux_corpus.sh OUT [ARCHIVE.tar.xz]}
-archive=${2:-}
+out=${1:?usage: linux_corpus.sh OUT}
 version=6.1.190-1  # mirrors keep the last few: `apt-cache madison linux-source-6.1` lists them
 folders=(block crypto fs init io_uring ipc kernel lib mm net security virt
          drivers/md drivers/net drivers/pci drivers/tty drivers/usb)
@@ -24,9 +22,3 @@ find "$tree" -type f ! -name '*.[ch]' -delete
 find "$tree" -type f -size +300k -delete
 
 "$python" -m tercet data prepare --data.source text --data.path "$tree" --data.tokenizer byte --data.bad_records skip --out "$out"
-if [ -n "$archive" ]; then
-    # Sorted names and fixed times make the archive reproducible.
-    tar -C "$(dirname "$out")" --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -cf - "$(basename "$out")" |
-        xz --lzma2=preset=9e,dict=256MiB,nice=273 > "$archive"
-    ls -l "$archive"
-fi

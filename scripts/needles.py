@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import pydoc_data.topics
 import random
 import statistics
 from collections.abc import Iterator
@@ -28,11 +27,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tercet import NSAConfig, block_sparse_attention
-from tercet.attention.selector import slow_channels
-from tercet.inference.calibrate import fact_table, load_dense
+from tercet import NSAConfig
+from tercet.bench.attention import OWN
+from tercet.doctor.kernels import compare
+from tercet.inference.calibrate import fact_table, load_dense, python_documentation
 from tercet.interop.huggingface import use_block_sparse
 from tercet.interop.huggingface.attention import NAME
+from tercet.model.config import ModelConfig
 
 PLACES = ("Lisbon", "Oslo", "Cairo", "Lima", "Kyoto", "Quebec", "Nairobi", "Dublin", "Hanoi", "Tunis", "Bergen",
           "Porto", "Vienna", "Accra", "Osaka", "Minsk", "Havana", "Riga", "Perth", "Sofia")  # fmt: skip
@@ -109,7 +110,7 @@ def make_cases(tokenizer: Any, task: str, length: int, questions: int) -> list[C
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    haystack = encode(" ".join(" ".join(text.split()) for text in pydoc_data.topics.topics.values()))
+    haystack = encode(python_documentation())
     chance = random.Random(f"{task} {length}")
     return [make_case(encode, haystack, task, length, i, chance) for i in range(questions)]
 
@@ -172,18 +173,10 @@ def check_kernels(model: Any) -> None:
     config = model.config
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    q, k, v = (torch.randn(1, 4096, n, size, device=model.device, dtype=model.dtype) for n in (heads, groups, groups))
-    options = {"config": NSAConfig(16, 16, 64, 16), "scorer": "own", "score_channels": slow_channels(size, q.device)}
-    out, aux = block_sparse_attention(q, k, v, return_aux=True, **options)
-    exact = q.float(), k.float(), v.float()
-    _, chosen = block_sparse_attention(*exact, return_aux=True, backend="reference", **options)
-    same = float((aux.block_indices == chosen.block_indices).float().mean())
-    true = block_sparse_attention(
-        *exact, config=options["config"], block_indices=aux.block_indices, backend="reference"
-    )
-    error = float((out - true).norm() / true.norm())
-    print(f"kernels against the reference: error {error:.4f}, {same:.2%} of the blocks equal", flush=True)
-    if not (error < 0.02 and same > 0.98):
+    sizes = ModelConfig(heads=heads, kv_heads=groups, head_dim=size, nsa=NSAConfig(16, 16, 64, 16), **OWN)
+    forward, backward, same = compare(sizes, model.dtype, device="cuda", length=4096, packed=False)
+    print(f"kernels against the reference: errors {forward:.4f}, {backward:.4f}, {same:.2%} of the blocks equal")
+    if not (max(forward, backward) < 0.02 and same > 0.98):
         raise SystemExit("the kernels differ from the reference: no facts are counted with them")
 
 

@@ -38,6 +38,10 @@ from tercet.inference.arguments import check_known
 from tercet.model.config import ModelConfig
 from tercet.terminal import Columns, table
 
+# A model's settings for attention by its own queries and keys.
+OWN: dict[str, Any] = {
+    "gate": "none", "branches": ("selected",), "shared_kv": True, "compression": "mean", "selector": "own",
+}  # fmt: skip
 CORRELATION = 0.996  # of successive queries in smooth inputs
 
 
@@ -215,10 +219,8 @@ def _time_dense(qkv: Sequence[Tensor], label: str, dout: Tensor, budget: float) 
 @lru_cache
 def _compared(shape: Shape, config: NSAConfig, scorer: str) -> tuple[float, float, float]:
     """Cached: lengths that share the same heads are checked once."""
-    model = ModelConfig(nsa=config, heads=shape.H, kv_heads=shape.G, head_dim=shape.D, value_dim=shape.Dv)
-    if scorer == "own":
-        form = {"gate": "none", "branches": ("selected",), "shared_kv": True, "compression": "mean", "selector": "own"}
-        model = ModelConfig.model_validate(model.model_dump() | form | {"compress_selected_keys": False})
+    sizes: dict[str, Any] = {"heads": shape.H, "kv_heads": shape.G, "head_dim": shape.D, "value_dim": shape.Dv}
+    model = ModelConfig(nsa=config, **sizes, **(OWN if scorer == "own" else {}))
     return compare(model, torch.bfloat16, device=_device(), length=shape.T, backend=_backend(), packed=False)
 
 

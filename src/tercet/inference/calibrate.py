@@ -91,13 +91,18 @@ def load_dense(path: Path, device: str = "auto") -> tuple[Any, Any]:
     return model.eval().to(on, dtype), tokenizer
 
 
+def python_documentation() -> str:
+    """Text to plant facts in that every Python brings along, as one line."""
+    return " ".join(" ".join(pydoc_data.topics.topics.values()).split())
+
+
 def plant_facts(tokenizer: Any, text: str | None = None, *, length: int = 4096, count: int = 16) -> list[Document]:
     """Documents of `length` tokens, each with one fact at another depth. text: default Python's own documentation."""
 
     def encode(words: str) -> list[int]:
         return list(tokenizer(words, add_special_tokens=False)["input_ids"])
 
-    haystack = encode(" ".join((text or " ".join(pydoc_data.topics.topics.values())).split()))
+    haystack = encode(" ".join(text.split()) if text else python_documentation())
     whole = tokenizer("a")["input_ids"]
     begin = whole[: whole.index(encode("a")[0])]  # such as BOS
     draws, documents = random.Random(0), []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,13 +58,8 @@ class _Recorder:
 
 
 @torch.no_grad()
-def record_selections(
-    model: Transformer, tokens: list[int], progress: Callable[[int], None] = lambda tokens: None
-) -> list[LayerSelection]:
-    """Run one forward pass and record every layer that selects blocks.
-
-    progress: called with the number of tokens after each layer.
-    """
+def record_selections(model: Transformer, tokens: list[int]) -> list[LayerSelection]:
+    """Run one forward pass and record every layer that selects blocks."""
     layers = [(i, layer) for i, layer in enumerate(model.attention_layers()) if layer.spec.selects]
     if not layers:
         raise UsageError(
@@ -73,7 +67,6 @@ def record_selections(
         )
     original = [layer.stats for _, layer in layers]
     recorders = [_Recorder() for _ in layers]
-    hooks = [block.register_forward_hook(lambda *_: progress(len(tokens))) for block in model.blocks]
     try:
         for (_, layer), recorder in zip(layers, recorders, strict=True):
             layer.stats = recorder  # type: ignore[assignment]
@@ -81,8 +74,6 @@ def record_selections(
     finally:
         for (_, layer), stats in zip(layers, original, strict=True):
             layer.stats = stats
-        for hook in hooks:
-            hook.remove()
     found = []
     for (i, layer), recorder in zip(layers, recorders, strict=True):
         assert recorder.blocks is not None
