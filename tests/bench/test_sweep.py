@@ -113,8 +113,8 @@ def test_wrong_sweeps_are_refused(options, said):
 
 def test_the_best_learning_rate_at_the_edge_asks_for_more():
     rates = [module.Rate(lr, "ok", loss) for lr, loss in ((1e-4, 4.0), (1e-3, 3.0))]
-    assert "try larger learning rates" in "\n".join(module.table(rates))
-    assert "try smaller learning rates" in "\n".join(module.table(rates[::-1]))
+    assert "try larger learning rates" in module.advice(rates)
+    assert "try smaller learning rates" in module.advice(rates[::-1])
 
 
 def test_a_run_that_takes_too_long_is_stopped():

@@ -29,7 +29,6 @@ from tercet.inference.perplexity import (
     held_out,
     loss_with_context,
     overall,
-    token_losses,
     within_documents,
 )
 from tercet.inference.selection_map import record_selections, selection_page
@@ -73,20 +72,6 @@ def test_sequences_within_one_document_do_not_cross_its_end(cross):
     model = language_model(data__synthetic__length=50, data__cross_document_attention=cross)
     (batch,) = within_documents(model, length=16, sequences=1)
     assert batch.cu_seqlens.tolist() == [0, 16]
-
-
-@pytest.mark.parametrize("cross", [False, True])
-def test_a_sequence_longer_than_the_text_is_measured_without_its_padding(tmp_path, monkeypatch, cross):
-    (tmp_path / "a.txt").write_text("".join(f"line {i};" for i in range(40)))
-    data = {"data__source": "text", "data__path": str(tmp_path / "a.txt"), "data__separator": ";"}
-    model = language_model(**data, data__validation_fraction=0.5, data__cross_document_attention=cross)
-    (batch,) = held_out(model, sequences=8, seq_len=1024, batch=2)
-    losses = torch.cat([nats for _, nats in token_losses(model, batch)])
-    hidden, read = model.hidden, []
-    monkeypatch.setattr(model, "hidden", lambda tokens, *a, **k: read.append(tokens.numel()) or hidden(tokens, *a, **k))
-    total = overall(by_position(model, [batch]))
-    assert read == [batch.stats.tokens]
-    assert (total.tokens, total.nats) == (len(losses), pytest.approx(losses.sum().item(), rel=1e-5))
 
 
 def test_positions_are_counted_within_documents():

@@ -51,7 +51,6 @@ def decode(
     kinds: tuple[str, ...] = ("nsa", "dense"),
     steps: int = 64,
     settings: str = "",
-    profile: bool = False,
     layer: bool = False,
 ) -> int:
     """Time decoding with a whole model against dense attention: the first token, then tokens/s.
@@ -63,7 +62,6 @@ def decode(
         kinds: nsa (the preset as it is), two-branch, block-sparse, dense.
         steps: Tokens generated per timing.
         settings: More configuration keys, e.g. model.selector=compressed.
-        profile: Also print the time of each kernel of a step.
         layer: Instead, one token in one attention layer of 32 heads on 8 KV heads of 128 (block-sparse, own scores).
     """
     _check_at_least(1, batches=batches, contexts=contexts, steps=steps)
@@ -71,7 +69,7 @@ def decode(
 
     if layer:
         return layer_main(batches, contexts)
-    return main(batches, contexts, preset, kinds, steps=steps, settings=parse_settings(settings, {}), profile=profile)
+    return main(batches, contexts, preset, kinds, steps=steps, settings=parse_settings(settings, {}))
 
 
 def train(

@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tercet.attention.config import NSAConfig
 from tercet.bench.settings import KINDS, check_kinds
-from tercet.bench.timing import device_name, graphed, milliseconds, print_profile
+from tercet.bench.timing import device_name, graphed, milliseconds
 from tercet.config.load import load
 from tercet.doctor.kernels import relative_error
 from tercet.errors import UsageError
@@ -64,13 +64,11 @@ LAYER_COLUMNS: Columns = {
 
 def main(
     batches: Sequence[int], contexts: Sequence[int], preset: str, kinds: Sequence[str], *, steps: int,
-    settings: Mapping[str, Any], profile: bool,
+    settings: Mapping[str, Any],
 ) -> int:  # fmt: skip
     check_kinds(preset, [kind for kind in kinds if kind != "dense"] or ["nsa"], settings)
     if not (batches and contexts):
         raise UsageError("--batches or --contexts is empty: nothing to measure")
-    if profile and not torch.cuda.is_available():
-        raise UsageError("--profile needs a GPU: leave it out")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     print(
@@ -89,7 +87,7 @@ def main(
     # All kinds at one context before the next, so that an interrupted run has complete ratios.
     for i, context in enumerate(contexts):
         for kind, model in models.items():
-            for row in _at(model, context, batches, steps, warm=i > 0, profile=profile):
+            for row in _at(model, context, batches, steps, warm=i > 0):
                 row = {"kind": kind, "selector": model.config.selector if kind != "dense" else None} | row
                 rows.append(row | {"times_dense": _times_dense(row, rows)})
                 speed = f"{row['tokens_per_s']:,.1f} tokens/s" if "tokens_per_s" in row else "out of memory"
@@ -116,9 +114,9 @@ def _times_dense(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> f
 
 @torch.no_grad()
 def _at(
-    model: Transformer, context: int, batches: Sequence[int], steps: int, *, warm: bool, profile: bool
+    model: Transformer, context: int, batches: Sequence[int], steps: int, *, warm: bool
 ) -> Iterator[dict[str, Any]]:
-    room = context + 4 * (1 + _steps_per_run(steps)) * len(batches) + 32 * profile * len(batches)
+    room = context + 4 * (1 + _steps_per_run(steps)) * len(batches)
     row: dict[str, Any] = {"context": context}
     try:
         decoder, token, seconds = _first_token(model, context, room, warm=warm)
@@ -140,8 +138,6 @@ def _at(
             tokens = token[:1].expand(batch).contiguous()
             active = torch.ones(batch, dtype=torch.int32, device=token.device)
             ms = _step_ms(decoder, tokens, active, steps)
-            if profile:
-                print_profile(lambda now=tokens, on=active: decoder.step(now, on), 16)  # type: ignore[misc]
         except torch.OutOfMemoryError:
             yield row | {"out_of_memory": True}
             return  # the decoder's state is undefined now

@@ -23,6 +23,7 @@ from tercet.errors import UsageError
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import Event, StepLogged, Validated
 from tercet.telemetry.sinks import mean_of_last
+from tercet.terminal import Columns, table
 
 if TYPE_CHECKING:
     from tercet.config.schema import RunConfig
@@ -89,8 +90,10 @@ def sweep(
     for lr in rates:
         found.append(judge(lr, *run(words, {**given, **rate_keys(base, lr, steps)}, seconds)))
         print(f"{len(found)}/{len(rates)}  lr {lr:g}: {found[-1]}", flush=True)
-    print("\n" + "\n".join(table(found)))
+    columns: Columns = {"lr": ("learning rate", str), "": ("loss", str), "tokens_per_s": ("tokens/s", "{:,.0f}".format)}
     winner = best(found)
+    rows = [{**asdict(rate), "lr": f"{rate.lr:g}{' (best)' if rate is winner else ''}", "": rate} for rate in found]
+    print(f"\n{table(rows, columns)}\n\n{advice(found)}")
     print(json.dumps({"rates": [asdict(rate) for rate in found], "best": winner and winner.lr}))
     return 0 if winner else 1
 
@@ -161,19 +164,15 @@ def best(rates: Sequence[Rate]) -> Rate | None:
     return min((rate for rate in rates if rate.loss is not None), key=lambda rate: rate.loss or 0.0, default=None)
 
 
-def table(rates: Sequence[Rate]) -> list[str]:
-    """Markdown: one row per rate, and what to do next."""
+def advice(rates: Sequence[Rate]) -> str:
+    """What to do next."""
     found = best(rates)
-    lines = ["| learning rate | loss | tokens/s |", "|---|---|---|"]
-    for rate in rates:
-        speed = "" if rate.tokens_per_s is None else f"{rate.tokens_per_s:,.0f}"
-        lines.append(f"| {rate.lr:g}{' (best)' if rate is found else ''} | {rate} | {speed} |")
     if found is None:
         diverged = any(rate.outcome == "diverged" for rate in rates)
-        return [*lines, "", "no learning rate worked: try smaller ones" if diverged else "no run ended; see the table"]
-    advice = f"train with --train.lr {found.lr:g}"
+        return "no learning rate worked: try smaller ones" if diverged else "no run ended; see the table"
+    text = f"train with --train.lr {found.lr:g}"
     if len(rates) > 1 and found is rates[0]:
-        advice += f", or try smaller learning rates: the best is the smallest one, add --lrs {found.lr / 3:.2g}"
+        text += f", or try smaller learning rates: the best is the smallest one, add --lrs {found.lr / 3:.2g}"
     elif len(rates) > 1 and found is rates[-1]:
-        advice += f", or try larger learning rates: the best is the largest one, add --lrs {found.lr * 3:.2g}"
-    return [*lines, "", advice, "Longer runs usually need a slightly smaller learning rate."]
+        text += f", or try larger learning rates: the best is the largest one, add --lrs {found.lr * 3:.2g}"
+    return f"{text}\nLonger runs usually need a slightly smaller learning rate."

@@ -64,18 +64,10 @@ def measured(cells: list[Cell], steps: int, repeats: int, seconds: float) -> tup
     checks: list[Cell] = []
     done: list[Cell] = []
 
-    def start() -> None:
-        if len(checks) == len(wanted) and len(done) < len(cells):
-            cell = cells[len(done)]
-            head = f"{cell['kind']:12} {cell['batch']:5d} x {cell['length']:<8d}{' packed' * cell['packed']}"
-            print(f"{len(done) + 1:{len(str(len(cells)))}d}/{len(cells)}  {head}", end="", flush=True)
-
     def receive(line: Cell) -> None:
         (checks if "check" in line else done).append(line)
-        print(_check_line(line) if "check" in line else _figures(line), flush=True)
-        start()
+        print(_check_line(line) if "check" in line else f"{len(done)}/{len(cells)}  {_cell_line(line)}", flush=True)
 
-    start()
     while len(done) < len(cells):
         asked = {"checks": wanted[len(checks) :], "cells": cells[len(done) :], "steps": steps, "repeats": repeats}
         command = [sys.executable, "-m", "tercet.bench.train_cell", json.dumps(asked)]
@@ -96,14 +88,12 @@ def _check_line(check: Cell) -> str:
     return f"{on}: {check['found']}: {'ok' if check['correct'] else 'WRONG, no ratios are given'}"
 
 
-def _figures(cell: Cell) -> str:
-    """The figures of a cell's line."""
+def _cell_line(cell: Cell) -> str:
+    name = f"{cell['kind']}{' packed' * cell['packed']} {cell['batch']} x {cell['length']}:"
     if cell["outcome"] != "ok":
-        return f" {cell['outcome']}"
-    memory = f"{cell['peak_gib']:7.2f} GiB" if cell["peak_gib"] is not None else ""
-    checked = "" if cell.get("uncompiled_loss") is not None else " (loss not checked)"
-    speed = f"{cell['tokens_per_s']:10,.0f} tokens/s {cell['ms']:9.2f} ms {memory}"
-    return f" {speed}  loss {cell['first_loss']:.4f}{checked}"
+        return f"{name} {cell['outcome']}"
+    checked = "" if cell.get("uncompiled_loss") is not None else " (not checked)"
+    return f"{name} {cell['tokens_per_s']:,.0f} tokens/s, {cell['ms']:.2f} ms, loss {cell['first_loss']:.4f}{checked}"
 
 
 def compared(cells: Sequence[Cell], checks: Sequence[Cell]) -> list[Cell]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
@@ -17,7 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tercet.errors import TercetError, UsageError
 from tercet.inference.generate import generate
 from tercet.inference.load import LanguageModel
-from tercet.inference.perplexity import logits_in_chunks
+from tercet.inference.perplexity import score
 
 Request = tuple[Any, list[int], list[int]]  # (text, context, continuation)
 MAX_NEW_TOKENS = 256  # for generation tasks that name no limit
@@ -63,12 +62,9 @@ class HarnessModel(TemplateLM):
                   for at in range(len(row) - 1 - n, len(row) - 1)]  # fmt: skip
         targets = torch.tensor([token for row, n in zip(rows, sizes, strict=True) for token in row[-n:]], device=device)
         hidden = model.hidden(tokens).flatten(0, 1)[torch.tensor(places, device=device)]
-        logs, right = [], []
-        for logits, wanted in logits_in_chunks(model, hidden, targets):
-            logs.append(-F.cross_entropy(logits, wanted, reduction="none"))
-            right.append(logits.argmax(-1) == wanted)
-        for log, greedy in zip(torch.cat(logs).split(sizes), torch.cat(right).split(sizes), strict=True):
-            yield float(log.sum()), bool(greedy.all())
+        nats, right = score(model, hidden, targets)
+        for loss, greedy in zip(nats.split(sizes), right.split(sizes), strict=True):
+            yield -float(loss.sum()), bool(greedy.all())
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, in windows of the training length."""

@@ -50,8 +50,21 @@ class PositionBucket:
         return {**asdict(self), "loss": self.loss, "perplexity": self.perplexity}
 
 
-def token_losses(model: LanguageModel, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (position in the document, nats) of all non-ignored targets, in chunks that bound the logits' memory."""
+@torch.no_grad()
+def score(model: Transformer, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Nats of each target [N] after the hidden states [N, dim], and whether it is the most likely token: in chunks that
+    bound the logits' memory."""
+    rows, nats, right = chunk_rows(model.config.vocab_size), [], []
+    for states, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
+        logits = model.logits(states).float()
+        nats.append(F.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="none"))
+        right.append(logits.argmax(-1) == wanted)
+    return torch.cat(nats), torch.cat(right)
+
+
+@torch.no_grad()
+def token_losses(model: LanguageModel, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(position in the document, nats) of all targets that count."""
     tokens, targets = batch.tokens.to(model.device), batch.targets.to(model.device)
     if batch.cu_seqlens is None:
         position = torch.arange(tokens.shape[1], device=model.device).expand_as(tokens).flatten()
@@ -61,46 +74,25 @@ def token_losses(model: LanguageModel, batch: Batch) -> Iterator[tuple[Tensor, T
         index = torch.arange(tokens.numel(), device=model.device)
         position = index - bounds[torch.searchsorted(bounds, index, right=True) - 1]
         hidden = model.hidden(tokens.reshape(1, -1), bounds, max_seqlen=tokens.shape[1])
-    hidden, targets = hidden.flatten(0, 1), targets.flatten()
-    counted = (targets != IGNORED).nonzero().flatten()
-    for rows in counted.split(chunk_rows(model.config.vocab_size)):
-        yield position[rows], F.cross_entropy(model.logits(hidden[rows]).float(), targets[rows], reduction="none")
+    counted = (targets.flatten() != IGNORED).nonzero().flatten()
+    return position[counted], score(model, hidden.flatten(0, 1)[counted], targets.flatten()[counted])[0]
 
 
-def logits_in_chunks(model: Transformer, hidden: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield fp32 logits of the hidden states [N, dim] with their targets [N], in chunks that bound the memory."""
-    rows = chunk_rows(model.config.vocab_size)
-    for states, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
-        yield model.logits(states).float(), wanted
-
-
-@torch.no_grad()
 def by_position(model: LanguageModel, batches: Iterable[Batch]) -> list[PositionBucket]:
     """Loss by position, in buckets 0, 1, 2-3, 4-7, …"""
-    sums: Tensor | None = None
+    sums = torch.zeros(2, 64, dtype=torch.float64, device=model.device)
     longest = 0
-    for batch in map(_without_padding, batches):
+    for batch in batches:
         longest = batch.tokens.shape[1]
-        for position, loss in token_losses(model, batch):
-            bucket = (position.double() + 0.5).log2().floor().long() + 1
-            if sums is None:
-                sums = torch.zeros(2, longest.bit_length() + 1, dtype=torch.float64, device=model.device)
-            sums[0].scatter_add_(0, bucket, loss.double())
-            sums[1].scatter_add_(0, bucket, torch.ones_like(loss, dtype=torch.float64))
-    if sums is None:
-        raise UsageError("there is nothing to measure: no target tokens; raise data.validation_fraction or sequences")
+        position, loss = token_losses(model, batch)
+        bucket = (position.double() + 0.5).log2().floor().long() + 1
+        sums[0].scatter_add_(0, bucket, loss.double())
+        sums[1].scatter_add_(0, bucket, torch.ones_like(loss, dtype=torch.float64))
     nats, counts = sums.tolist()
+    if not any(counts):
+        raise UsageError("there is nothing to measure: no target tokens; raise data.validation_fraction or sequences")
     edges = [(0, 0), *((1 << i, min(2 << i, longest) - 1) for i in range(len(nats)))]
     return [PositionBucket(a, b, int(n), s) for (a, b), s, n in zip(edges, nats, counts, strict=False) if n]
-
-
-def _without_padding(batch: Batch) -> Batch:
-    """Cut the batch to its text, if all of it is in the first sequence. Other batches are unchanged."""
-    count, bounds = batch.stats.tokens, batch.cu_seqlens
-    if count >= batch.tokens.shape[1]:
-        return batch
-    bounds = None if bounds is None else bounds[bounds <= count]
-    return replace(batch, tokens=batch.tokens[:1, :count], targets=batch.targets[:1, :count], cu_seqlens=bounds)
 
 
 @dataclass(frozen=True)
@@ -151,11 +143,8 @@ def within_documents(model: LanguageModel, *, length: int, sequences: int, last:
 def loss_with_context(model: LanguageModel, batch: Batch, context: int, last: int) -> float:
     """Nats per token of the `last` targets of one sequence, if the model reads its last `context` tokens."""
     tokens, targets = batch.tokens[0, -context:].to(model.device), batch.targets[0, -last:].to(model.device)
-    hidden = model.hidden(tokens[None])[0, -last:]
-    nats = torch.zeros((), dtype=torch.float64, device=model.device)
-    for logits, wanted in logits_in_chunks(model, hidden, targets):
-        nats += F.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum").double()
-    return nats.item() / int((targets != IGNORED).sum())
+    nats, _ = score(model, model.hidden(tokens[None])[0, -last:], targets)
+    return float(nats.double().sum()) / int((targets != IGNORED).sum())
 
 
 def overall(buckets: list[PositionBucket]) -> PositionBucket:

@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tercet.data.exercises import (
@@ -35,7 +34,7 @@ from tercet.data.exercises import (
 from tercet.errors import UsageError
 from tercet.inference.arguments import RulerTask
 from tercet.inference.load import LanguageModel
-from tercet.inference.perplexity import held_out, logits_in_chunks
+from tercet.inference.perplexity import held_out, score
 from tercet.model.transformer import Transformer
 from tercet.terminal import table
 
@@ -93,25 +92,16 @@ class RulerResult:
         )
 
 
-class Answer(NamedTuple):
-    right: bool  # every token is the model's top choice
-    nats: float  # mean loss per token
-
-
 @torch.no_grad()
-def score_answers(model: Transformer, documents: Tensor, spans: list[tuple[int, int, int]]) -> list[Answer]:
-    """Score tokens first … last-1 of each span (row, first, last)."""
+def score_answers(model: Transformer, documents: Tensor, spans: list[tuple[int, int, int]]) -> list[tuple[bool, float]]:
+    """Of tokens first … last-1 of each span (row, first, last): whether each is the model's top choice, mean loss."""
     sizes = [last - first for _, first, last in spans]
     rows = torch.tensor([row for row, first, last in spans for _ in range(first, last)])
     positions = torch.tensor([i for _, first, last in spans for i in range(first, last)])
     device = model.embedding.weight.device
     hidden = model.hidden(documents.to(device))[rows.to(device), (positions - 1).to(device)]
-    parts = []
-    for logits, expected in logits_in_chunks(model, hidden, documents[rows, positions]):
-        logits = logits.cpu()
-        parts.append((logits.argmax(-1) == expected, F.cross_entropy(logits, expected, reduction="none")))
-    right, nats = (torch.cat(part) for part in zip(*parts, strict=True))
-    return [Answer(bool(r.all()), float(n.mean())) for r, n in zip(right.split(sizes), nats.split(sizes), strict=True)]
+    nats, right = score(model, hidden, documents[rows, positions].to(device))
+    return [(bool(r.all()), float(n.mean())) for r, n in zip(right.split(sizes), nats.split(sizes), strict=True)]
 
 
 class _DoesNotFitError(Exception):
@@ -176,8 +166,8 @@ def _measure(
         for place, question in zip(places, asked, strict=True):
             answers = [next(found) for _ in question.answers]
             sizes = [b - a for a, b in question.answers]
-            share = sum(answer.right for answer in answers) / len(answers)
-            nats = sum(a.nats * n for a, n in zip(answers, sizes, strict=True)) / sum(sizes)
+            share = sum(right for right, _ in answers) / len(answers)
+            nats = sum(loss * n for (_, loss), n in zip(answers, sizes, strict=True)) / sum(sizes)
             scored.append(_Scored(place, share, nats))
         progress(tokens.numel())
     results = []
