@@ -47,11 +47,6 @@ def report(folder: str | Path, *, baseline: str | Path | None = None) -> str:
     return tercet("report", folder, *([] if baseline is None else ["--baseline", baseline]))
 
 
-def replay_step(dump: str | Path) -> str:
-    """Replay a non-finite step from its dump."""
-    return f"{python()} -m tercet.train.dump {shlex.quote(str(dump))}"
-
-
 def generate(folder: str | Path, prompt: str = "TEXT") -> str:
     return tercet("generate", folder, "--prompt", prompt)
 

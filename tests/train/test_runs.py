@@ -24,16 +24,13 @@ from tercet.atomic_io import write_json
 from tercet.config.load import load
 from tercet.errors import TercetError
 from tercet.hints import program
-from tercet.model.transformer import Transformer
 from tercet.parallel.strategy import Single
 from tercet.report.read import read_run
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import Noted, RunEnded, Sampled, SelectorsObserved, StepsSkipped, Validated
-from tercet.train.dump import replay, write_dump
 from tercet.train.manifest import complete_checkpoints, read_json
 from tercet.train.resume import check_start
 from tercet.train.state import build_state
-from tercet.train.step import MicroBatch
 from tercet.train.trainer import train
 
 
@@ -118,9 +115,9 @@ def test_random_tokens_cannot_be_learned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 10])
-def test_too_many_nonfinite_steps_stop_the_run_with_a_dump_that_reproduces_them(tmp_path: Path, every: int) -> None:
+def test_too_many_nonfinite_steps_stop_the_run(tmp_path: Path, every: int) -> None:
     folder = tmp_path / "run"
-    with pytest.raises(TercetError, match=r"were not finite.*`\S+ -m tercet\.train\.dump") as error:
+    with pytest.raises(TercetError, match="were not finite") as error:
         train_small(
             folder, train__steps=30, train__lr=1e25, train__warmup_steps=0, train__clip=0.0,
             train__max_skipped_in_row=2, log__every=every,
@@ -129,30 +126,10 @@ def test_too_many_nonfinite_steps_stop_the_run_with_a_dump_that_reproduces_them(
     skipped = next(e for e in told if isinstance(e, StepsSkipped))
     first = skipped.steps[0]
     assert first >= 2
+    assert f"up to step {first + 2} " in str(error.value)
     assert "not finite in 3 steps of the run (train.max_skipped=100), 3 of them in a row" in str(error.value)
     assert isinstance(told[-1], RunEnded)
     assert told[-1].outcome == "halted"
-    path = Path(str(error.value).split("tercet.train.dump ")[1].split("`")[0])
-    assert path == folder / "nonfinite" / f"step-{first + 2:08d}"
-    again = replay(path, "cpu")
-    assert again["step"] == first + 2
-    assert not math.isfinite(again["loss"]) or not math.isfinite(again["grad_norm"])
-    assert again["nonfinite_weights"] == []
-    assert again["nonfinite_gradients"] or not math.isfinite(again["grad_norm"])
-
-
-def test_a_dumped_step_is_replayed_with_the_settings_of_its_selectors(tmp_path: Path) -> None:
-    norms = {}
-    for only in (False, True):
-        config = small(model__selector="learned", train__selector__only=only, train__selector__every=1)
-        tokens = torch.randint(256, (2, 65), generator=torch.Generator().manual_seed(0))
-        torch.manual_seed(0)
-        model = Transformer(config.model)
-        model.init_weights()
-        batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None)
-        path = write_dump(tmp_path / str(only), 3, model, [batch], config.model_dump(mode="json"), rank=0)
-        norms[only] = replay(path, "cpu")["grad_norm"]
-    assert 0 < norms[True] < 0.5 * norms[False]
 
 
 def test_steps_after_the_weights_froze_are_never_saved(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tercet.telemetry.events import Event, HealthFired
 # What a finding of each rule calls for.
 FIXES = {
     "loss_spike": "lower train.lr, or resume from an earlier checkpoint",
-    "nonfinite": "inspect nonfinite/ in the run folder; lower train.lr",
+    "nonfinite": "lower train.lr",
     "zero_grad": "check that the loss depends on the weights",
     "throughput_drop": "see the step time plot; check what else was running",
     "data_starvation": "raise data.prefetch",

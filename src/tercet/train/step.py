@@ -171,8 +171,7 @@ def run_eager(
 class NonFiniteGuard:
     """Skips and counts non-finite steps on the device; the host reads the counts at the next log line.
 
-    Past a limit it freezes the weights until the host stops the run. That makes the dump of the step exact: no later
-    update can change the weights that produced it.
+    Past a limit it freezes the weights until the host stops the run.
     """
 
     def __init__(self, device: torch.device, max_total: int, max_in_row: int) -> None:

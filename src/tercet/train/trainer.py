@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from tercet import hints
 from tercet.atomic_io import write_json, write_text
 from tercet.config.load import write_config
 from tercet.config.schema import RunConfig
@@ -34,7 +33,6 @@ from tercet.train import console
 from tercet.train.checkpoint import Checkpointer
 from tercet.train.cuda_graph import StepGraph
 from tercet.train.device import device_name, environment, peak_memory_gib, pick_device, set_arithmetic
-from tercet.train.dump import write_dump
 from tercet.train.hooks import AsyncSaver, StopSignals, attach, join_run, rank_context
 from tercet.train.manifest import describe_newest, run_of
 from tercet.train.optim import learning_rate, muon_learning_rate
@@ -174,7 +172,6 @@ class Trainer:
     past: list[events.Event]  # events of earlier processes of this run
     observer: Observer
     forked: bool  # started from another run's checkpoint, which this folder has no copy of
-    _recent: dict[int, list[Batch]] = field(default_factory=dict)  # batches since the last log line, for a dump
     _first_step_reported: bool = False
     _io_retries: int = 0  # logged so far
     _data_seconds: float = 0.0  # waited for data up to the last log line
@@ -312,7 +309,6 @@ class Trainer:
         state.tokens += sum(b.tokens.numel() for b in batches) * self.strategy.data_ranks
         state.cursor = self.batches.cursor
         state.interval.add(step, result)
-        self._recent[step] = batches
         self.screen.advance(step)
         if state.graph is not None:
             self._log_graph(state.graph)
@@ -389,25 +385,19 @@ class Trainer:
         self.log.emit(logged)
         halting += self.observer.after_log(logged, self.batches.stats)
         self._data_seconds = data_seconds
-        self._recent.clear()
         if self.strategy.any_rank(bool(halting)):
             finding = halting[0].sentence if halting else "see the other ranks' events"
             rule = f"health.halt={halting[0].rule}" if halting else "a health rule on another rank"
             raise Halted(f"stopped by {rule} after step {state.step}: {finding}")
 
     def _halt(self, step: int) -> None:
-        """Dump `step` and stop. The weights have been frozen since that step, so the dump reproduces it."""
-        batches = [to_device(b, self.state.device) for b in self._recent[step]]
-        rank, context = self.strategy.rank, self.config.parallel.context
-        config = self.stage.model_dump(mode="json")
-        # the first rank that shares these sequences writes them
-        path = write_dump(self.folder.path, step, self.state.model, [] if rank % context else batches, config, rank)
+        """Stop. The weights have been frozen since `step`."""
         guard = self.state.guard
         raise Halted(
             f"stopped: losses or gradients were not finite in {plural(guard.total(), 'step')} of the run "
             f"(train.max_skipped={guard.max_total}), {guard.in_row()} of them in a row up to step {step} "
-            f"(train.max_skipped_in_row={guard.max_in_row}); replay step {step} with "
-            f"`{hints.replay_step(path)}`; {describe_newest(self.folder.checkpoints)}"
+            f"(train.max_skipped_in_row={guard.max_in_row}); {describe_newest(self.folder.checkpoints)}; a lower "
+            "train.lr may help (on a resume with --checkpoint.allow_config_change)"
         )
 
     def _validate(self) -> None:
