@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import pickle
 import sys
 import tempfile
 import time
@@ -22,9 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from parallel.world import report
 from runs import GPU_SIZES, small
 from tercet.data.loader import build_loader
-from tercet.parallel.context import apply_context_parallelism, shard_sequence
-from tercet.parallel.exchange import Exchange
-from tercet.parallel.failure import write_flight_record
 from tercet.parallel.launch import Launch, join
 from tercet.parallel.strategy import Single, build_strategy
 from tercet.train.optim import learning_rate
@@ -38,8 +34,8 @@ CASES: dict[str, tuple[dict[str, Any], str, int]] = {
     "ddp, bf16 gradients": ({"strategy": "ddp", "gradient_compression": "bf16"}, "none", 1),
     "fsdp, bf16 gradients": ({"strategy": "fsdp", "gradient_compression": "bf16"}, "none", 1),
     "ddp, bf16": ({"strategy": "ddp", "precision": "bf16"}, "none", 1), "fsdp": ({"strategy": "fsdp"}, "full", 1),
-    "fsdp, accumulated": ({"strategy": "fsdp", "prefetch": 2, "mixed": True}, "none", 3),
-    "fsdp, grad_op": ({"strategy": "fsdp", "sharding": "grad_op", "prefetch": 0}, "selective", 2),
+    "fsdp, accumulated": ({"strategy": "fsdp", "mixed": True}, "none", 3),
+    "fsdp, grad_op": ({"strategy": "fsdp", "sharding": "grad_op"}, "selective", 2),
     "fsdp, bf16": ({"strategy": "fsdp", "precision": "bf16"}, "none", 1),
     "fsdp, untied": ({"strategy": "fsdp", "tie": False}, "none", 1),
     "ddp, learned selector": ({"strategy": "ddp", "selector": "learned"}, "selective", 3),
@@ -53,13 +49,11 @@ CASES: dict[str, tuple[dict[str, Any], str, int]] = {
     "cp, muon": ({"strategy": "cp", "optimizer": "muon"}, "none", 1),
     "hsdp, muon": ({"strategy": "hsdp", "shard_ranks": 2, "optimizer": "muon"}, "none", 1),
     "cp": ({"strategy": "cp"}, "none", 1), "cp, accumulated, recomputed": ({"strategy": "cp"}, "full", 3),
-    "cp, replicated": ({"strategy": "cp", "context_weights": "replicated"}, "selective", 1),
     "cp, whole rows": ({"strategy": "cp", "cross_document": True, "mixed": True}, "none", 1),
     "cp, bf16": ({"strategy": "cp", "precision": "bf16"}, "none", 1),
     "hsdp": ({"strategy": "hsdp", "shard_ranks": 2}, "full", 3),
     "hsdp, plain": ({"strategy": "hsdp", "shard_ranks": 2}, "none", 1),
     "cp with data": ({"strategy": "cp", "context_ranks": 2}, "none", 1),
-    "cp with data, replicated": ({"strategy": "cp", "context_ranks": 2, "context_weights": "replicated"}, "full", 3),
 }  # fmt: skip
 for _strategy in ("ddp", "fsdp", "cp"):
     for _mode in ("none", "selective", "full"):
@@ -94,7 +88,7 @@ def run_cases() -> int:
     first = next(iter(configs.values()))
     folder = tempfile.mkdtemp() if launch.rank == 0 else ""
     world = join(launch, first.parallel, DEVICE, {}, lambda _: folder)  # type: ignore[arg-type,return-value]
-    failed, warmed = 0, False
+    failed = 0
     expectations: dict[str, dict[str, Any]] = {}  # by configuration: several cases train the same in one process
     for name, config in configs.items():
         steps, began = steps_of[name], time.monotonic()
@@ -105,9 +99,6 @@ def run_cases() -> int:
                 single = as_single(config)
                 key = single.model_dump_json()
                 expected = expectations[key] = expectations.get(key) or run(single, Single(), steps)
-            if launch.rank == 1 and DEVICE.type == "cuda" and not warmed:
-                warmed = True
-                warm(config)
             alone = time.monotonic() - began
             got = run(config, build_strategy(config.parallel, config.train, world), steps)
             result = compare(got, expected) if expected is not None else {}
@@ -118,44 +109,8 @@ def run_cases() -> int:
         if launch.rank == 0:
             seconds = {"alone_s": round(alone, 1), "together_s": round(time.monotonic() - began - alone, 1)}
             report(case=name, routes=got["routes"], **result, **seconds)
-    if NCCL:
-        path = write_flight_record(Path(folder), launch.rank)
-        kept = [] if path is None else pickle.loads(path.read_bytes())["entries"]
-        report(recorded=len(kept), kinds=sorted({entry["profiling_name"] for entry in kept}))
     world.close()
     return failed
-
-
-class IsolatedRank(Single):
-    """One of two context-parallel ranks, without the other: fetched rows are zeros."""
-
-    def prepare(self, model):  # type: ignore[no-untyped-def]
-        self._nsa = model.config.nsa
-        apply_context_parallelism(model)
-        return model
-
-    def shard_batch(self, tokens, targets, cu_seqlens):  # type: ignore[no-untyped-def]
-        bounds = cu_seqlens.tolist()
-        *own, shard = shard_sequence(tokens.reshape(1, -1), targets.reshape(1, -1), bounds, self._nsa, dist.group.WORLD)
-        shard.device = DEVICE
-        return *own, shard
-
-
-def warm(config) -> None:  # type: ignore[no-untyped-def]
-    """Compile the kernels for a split sequence while rank 0 compiles those for a whole one; Triton caches both."""
-
-    def zeros(self, rows, sizes, back_sizes):  # type: ignore[no-untyped-def]
-        class Done:
-            def wait(self) -> None:
-                pass
-
-        return Done(), rows.new_zeros(sum(back_sizes), *rows.shape[1:])
-
-    kept, Exchange.send = Exchange.send, zeros  # type: ignore[method-assign]
-    try:
-        run(as_single(config), IsolatedRank(), 1)
-    finally:
-        Exchange.send = kept  # type: ignore[method-assign]
 
 
 def configure(name: str, steps: int, ranks: int):  # type: ignore[no-untyped-def]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from parallel.world import start_ranks
 from tercet.config.load import load
 from tercet.config.sections import ParallelConfig
 from tercet.hints import program
-from tercet.parallel import launch
 from tercet.parallel.launch import Launch, LaunchError, backend_of, check_launch, disagreement
 from tercet.train import hooks
 
@@ -87,19 +85,10 @@ def test_ranks_with_different_versions_or_world_sizes_are_named_with_both_values
     assert "train.lr is None there, 1.0 on rank 0" in missing
 
 
-def test_the_error_of_an_older_rank_0_is_passed_on(monkeypatch):
-    older = {"error": "rank 1 on b has tercet 0.2.0 and rank 0 on a 0.1.0", "folder": None, "members": [], "call": "x"}
-    monkeypatch.setattr(launch, "_connect", lambda *_: None)
-    monkeypatch.setattr(launch, "_register", lambda *_: older)
-    with pytest.raises(LaunchError, match=r"has tercet 0\.2\.0 and rank 0 on a 0\.1\.0$"):
-        launch.join(Launch(rank=1, world_size=2), ParallelConfig(), torch.device("cpu"), {}, lambda _: Path())
-
-
 def test_the_doctor_measures_the_ranks(fork_server, tmp_path):
     ranks = start_ranks(fork_server, 2, "tercet.cli:main", "doctor", "--distributed", "--folder", str(tmp_path))
     assert [rank.wait(120) for rank in ranks] == [0, 0], ranks[0].output + ranks[1].output
     found = json.loads(ranks[0].output.splitlines()[-1])
     assert (found["ranks"], found["cannot_see_folder"]) == (2, [])
-    assert 0 <= found["clock_seconds"] < 1
     assert all(one["bus_bytes_per_s"] > 0 for one in found["all_reduce"])
     assert list(tmp_path.iterdir()) == []

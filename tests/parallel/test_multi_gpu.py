@@ -45,8 +45,7 @@ LIMITS = {
 def compare(backend: str, ranks: int, steps: int, cases: list[str]) -> list[dict[str, Any]]:
     """Differences between each strategy and one process."""
     where = {"nccl": ["--cuda", "--nccl"], "shared": ["--cuda"], "gloo": []}[backend]
-    found = run_torchrun(ranks, "strategies_ranks", *where, *(f"{steps}:{case}" for case in cases), seconds=900)
-    results = [t for t in found if "case" in t]
+    results = run_torchrun(ranks, "strategies_ranks", *where, *(f"{steps}:{case}" for case in cases), seconds=900)
     assert [t["case"] for t in results] == cases
     assert backend == "gloo" or all(t["routes"] == ["triton"] for t in results), results
     return results
@@ -58,7 +57,7 @@ def compare(backend: str, ranks: int, steps: int, cases: list[str]) -> list[dict
     [
         ["ddp", "ddp, accumulated, recomputed"],
         ["fsdp", "fsdp, grad_op"],
-        ["cp", "cp, replicated", "cp full 1", "cp, accumulated, recomputed"],
+        ["cp", "cp full 1", "cp, accumulated, recomputed"],
     ],
     ids=["ddp", "fsdp", "cp"],
 )
@@ -78,12 +77,10 @@ def test_two_ranks_train_like_one_in_bf16(backend: str):
 
 
 @pytest.mark.gpu
-def test_one_rank_on_nccl_trains_like_one_process_and_keeps_a_record_of_its_collectives():
-    """What one GPU can show of NCCL: groups, mixed transports, sharding, the flight recorder."""
+def test_one_rank_on_nccl_trains_like_one_process():
+    """What one GPU can show of NCCL: groups, mixed transports, sharding."""
     results = run_torchrun(1, "strategies_ranks", "--cuda", "--nccl", "3:ddp", "3:fsdp", seconds=300)
-    assert_below(results[:2], loss=1e-5, gradient=1e-4)
-    assert results[2]["recorded"] > 0
-    assert any(kind.startswith("nccl:") for kind in results[2]["kinds"])
+    assert_below(results, loss=1e-5, gradient=1e-4)
 
 
 def settings(backend: str, folder: Path, **changes: Any) -> dict[str, Any]:

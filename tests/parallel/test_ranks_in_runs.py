@@ -27,7 +27,7 @@ from parallel.world import (
     rank_environment,
     start_ranks,
 )
-from runs import SMALL, losses, rows, tensors
+from runs import SMALL, losses, tensors
 from tercet.cli import main
 from tercet.config.load import ConfigError, load
 from tercet.data import loader, stream
@@ -83,8 +83,6 @@ def test_a_killed_rank_stops_all_is_named_and_torchrun_resumes_from_the_newest_c
     assert text.count("error: rank 1") == 1  # one rank reports for all
     assert "restart 1" in text
     assert "resuming from" in text
-    (aside,) = folder.glob("flight_recorder-*")
-    assert [record.name for record in aside.iterdir()] == ["rank_0"]  # rank 1 died before it could write one
     assert_same(folder, alone)
 
 
@@ -155,7 +153,7 @@ def test_all_ranks_save_when_the_data_of_one_rank_fails_or_hangs(how, fork_serve
     assert [step_of(path) for path in complete_checkpoints(folder / "checkpoints")] == [3]
 
 
-def test_ranks_that_share_a_sequence_count_what_they_fetch(fork_server, tmp_path, alone):
+def test_ranks_that_share_a_sequence_train_like_one(fork_server, tmp_path, alone):
     folder = tmp_path / "run"
     command = arguments(folder, parallel__strategy="cp", checkpoint__every=0, log__every=3)
     with RankedRun(fork_server, tmp_path / "out", 2, *command) as run:
@@ -165,9 +163,6 @@ def test_ranks_that_share_a_sequence_count_what_they_fetch(fork_server, tmp_path
             assert addresses
             assert all(ipaddress.ip_address(address).is_loopback for address in addresses), addresses
         assert run.wait() == 0, run.text
-    table = rows(folder / "exchange_rank0.csv")
-    assert [row["step"] for row in table] == ["3", "6"]
-    assert all(int(row[kind]) > 0 for row in table for kind in ("raw", "compressed", "window", "selected"))
     got = {step: float(loss) for step, loss in losses(folder).items()}
     assert got.keys() == {3, 6}
     assert max(abs(got[step] - alone[step]) for step in got) < 1e-5

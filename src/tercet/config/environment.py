@@ -26,7 +26,7 @@ REPLACEMENTS: dict[str, tuple[str | None, str]] = {
     "NSA_DDP_BUCKET_MB": (None, "DDP reduces 25 MB of gradients at a time"),
     "NSA_DDP_COMPRESS": ("parallel.gradient_compression", "none or bf16"),
     "NSA_FSDP_SHARDING": ("parallel.sharding", "full or grad_op, as before"),
-    "NSA_FSDP_FORWARD_PREFETCH": ("parallel.prefetch", "blocks to prefetch; 0 turns it off"),
+    "NSA_FSDP_FORWARD_PREFETCH": (None, "FSDP gathers the weights of one block ahead"),
     "NSA_FSDP_LIMIT_ALL_GATHERS": (None, "FSDP2 frees memory in stream order and needs no limiter"),
     "NSA_ALLOW_SINGLE_RANK": ("parallel.allow_single_rank", "to use one GPU on purpose"),
     "NSA_MEM_DUMP_EVERY": (None, "memory is reported at startup and after the first step"),

@@ -52,6 +52,8 @@ RETIRED: dict[str, Retired] = {
     "parallel.static_graph": Retired("0.3", True, "DDP always assumes a static graph"),
     "parallel.bucket_mb": Retired("0.3", 25.0, "DDP reduces 25 MB of gradients at a time"),
     "parallel.context_fetch": Retired("0.3", "documents", "all keys of a document are fetched; drop it", ("blocks",)),
+    "parallel.prefetch": Retired("0.3", 1, "FSDP gathers the weights of one block ahead"),
+    "parallel.context_weights": Retired("0.3", "sharded", "weights are sharded over all ranks"),
     "parallel.backend": Retired("0.3", "auto", "NCCL between GPUs, gloo between CPUs and ranks that share a GPU"),
     "parallel.reduce_dtype": Retired(
         "0.3", "fp32", "use parallel.gradient_compression, which now applies to sharded weights too", None

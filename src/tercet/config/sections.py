@@ -287,15 +287,11 @@ class ParallelConfig(Section):
     sharding: Literal["full", "grad_op"] = "full"
     """fsdp, hsdp: full frees gathered weights after forward and gathers them again in backward; grad_op keeps them
     until backward (more memory, less communication)."""
-    prefetch: int = Field(default=1, ge=0)
-    """fsdp, hsdp: blocks whose weights are gathered in advance."""
     shard_ranks: int = Field(default=0, ge=0)
     """hsdp: ranks that share one copy of the weights; 0: the ranks of one machine."""
 
     context_ranks: int = Field(default=0, ge=0)
     """cp: ranks that share one sequence; 0: all."""
-    context_weights: Literal["sharded", "replicated"] = "sharded"
-    """cp: weights sharded over all ranks as with fsdp, or replicated as with ddp."""
 
     share_gpus: bool = False
     """Let several ranks share a GPU, over gloo: slow, for trying out multi-rank runs on one GPU."""
@@ -321,13 +317,9 @@ class ParallelConfig(Section):
     def _check(self) -> Self:
         if self.strategy == "single" and self.world_size != 1:
             raise ValueError(f"world_size={self.world_size} with strategy=single: pick ddp or fsdp, or world_size=1")
-        used = _USED_BY[self.strategy]
-        if self.strategy == "cp" and self.context_weights == "sharded":
-            used += _SHARDED
-        for name in _STRATEGY_KEYS:
+        for name, users in _USED_BY.items():
             value, default = getattr(self, name), type(self).model_fields[name].default
-            if name not in used and value != default:
-                users = [strategy for strategy, names in _USED_BY.items() if name in names]
+            if self.strategy not in users and value != default:
                 raise ValueError(
                     f"{name}={value} is not used by strategy={self.strategy}: drop it, or pick {' or '.join(users)}"
                 )
@@ -338,16 +330,13 @@ class ParallelConfig(Section):
         return self
 
 
-# Keys that only some strategies use; setting one that the strategy ignores is an error.
-_SHARDED = ("sharding", "prefetch")
-_USED_BY: dict[str, tuple[str, ...]] = {
-    "single": (),
-    "ddp": ("gradient_compression",),
-    "fsdp": ("gradient_compression", *_SHARDED),
-    "hsdp": ("gradient_compression", *_SHARDED, "shard_ranks"),
-    "cp": ("gradient_compression", "context_ranks", "context_weights"),
+# The strategies that use a key; setting one that the strategy ignores is an error.
+_USED_BY: dict[str, tuple[StrategyName, ...]] = {
+    "gradient_compression": ("ddp", "fsdp", "hsdp", "cp"),
+    "sharding": ("fsdp", "hsdp", "cp"),
+    "shard_ranks": ("hsdp",),
+    "context_ranks": ("cp",),
 }
-_STRATEGY_KEYS = ("gradient_compression", *_SHARDED, "shard_ranks", "context_ranks", "context_weights")
 
 
 class ProfileConfig(Section):

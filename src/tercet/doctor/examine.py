@@ -82,7 +82,7 @@ def doctor(
         config: Check them for a TOML file, such as RUN/config.toml.
         short: Only the checks that run before every training.
         json: Print one line of JSON instead of text.
-        distributed: Check the ranks started by torchrun: all-reduce, clocks, versions and shared file system.
+        distributed: Check the ranks started by torchrun: all-reduce, versions and shared file system.
         folder: With distributed: the shared folder for runs; default: the temporary folder.
         share_gpus: With distributed: let several ranks share a GPU, like parallel.share_gpus.
     """

@@ -156,5 +156,4 @@ def _shards(parallel: ParallelConfig) -> int:
     """Number of devices that share one copy of the weights."""
     if parallel.strategy == "hsdp":
         return parallel.shard_ranks or parallel.world_size
-    sharded = parallel.strategy == "fsdp" or (parallel.strategy == "cp" and parallel.context_weights == "sharded")
-    return parallel.world_size if sharded else 1
+    return parallel.world_size if parallel.strategy in ("fsdp", "cp") else 1

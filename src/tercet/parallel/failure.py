@@ -1,8 +1,7 @@
 """When one rank dies, hangs or fails, all ranks stop and one of them reports which rank and where.
 
 A failed collective only says "connection closed" or "timed out". To find the cause, every rank writes a heartbeat with
-its step and activity to torchrun's store once a second. A rank that waited in vain also writes its last collectives:
-`torchfrtrace RUN/flight_recorder` shows which rank was in which one.
+its step and activity to torchrun's store once a second.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import re
 import socket
 import threading
@@ -23,9 +21,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tercet.atomic_io import atomic_write
 from tercet.errors import TercetError
-from tercet.parallel.launch import FLIGHT_RECORDS, World
+from tercet.parallel.launch import World
 
 HEARTBEAT_SECONDS = 1.0
 # Errors of failed collectives that are not a DistError contain one of these.
@@ -104,8 +101,6 @@ class FailureMonitor:
     def _peer_failed(self, cause: str, waited: str, *, reported_elsewhere: bool) -> PeerFailed:
         step, activity = self.status()
         own = f"rank {self._rank} waited for it in step {step} ({activity}: {waited})"
-        with contextlib.suppress(Exception):  # a failure here must not hide the first one
-            write_flight_record(Path(self._world.folder), self._rank)
         return PeerFailed(f"{cause}; {own}; all ranks stop", reported_elsewhere=reported_elsewhere)
 
     def _connect(self) -> dist.Store:
@@ -181,29 +176,3 @@ def _summary(error: BaseException) -> str:
     text = (str(error).strip() or "no message").splitlines()[0]
     text = re.sub(r"^\[[^]]*\] *", "", text)  # gloo starts with the location in its own sources
     return f"{type(error).__name__}: {text[:160]}"
-
-
-def write_flight_record(run: Path, rank: int) -> Path | None:
-    """Write this rank's recent collectives as torchfrtrace reads them. Returns None if this PyTorch keeps none.
-
-    PyTorch records NCCL's collectives separately from those of other backends; a run on GPUs uses both.
-    """
-    import torch._C._distributed_c10d as c10d
-
-    dumps = [getattr(c10d, name, None) for name in ("_dump_fr_trace", "_dump_nccl_trace")]
-    records: list[dict[str, Any]] = [pickle.loads(dump()) for dump in dumps if dump is not None]
-    if not records:
-        return None
-    # "entries" is missing if there was no collective
-    entries = [entry for record in records for entry in record.get("entries", [])]
-    # the ranks of each process group, which gloo's record does not have
-    names = dist.distributed_c10d._world.pg_names if dist.is_initialized() else {}
-    groups = {
-        name: {"name": name, "desc": group.group_desc, "ranks": str(dist.get_process_group_ranks(group))}
-        for group, name in names.items()
-    }
-    path = run / FLIGHT_RECORDS / f"rank_{rank}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as temporary:
-        temporary.write_bytes(pickle.dumps({**records[0], "entries": entries, "pg_config": groups}))
-    return path

@@ -29,7 +29,6 @@ from tercet.errors import TercetError, UsageError, first_few
 from tercet.version import __version__
 
 FIRST_STEP_SECONDS = 1800  # for other ranks: compilation and loading may take unequal times
-FLIGHT_RECORDS = "flight_recorder"  # folder in the run folder: the last collectives of ranks that failed
 _FOLDER_KEY = "tercet/run_folder"
 
 
@@ -171,11 +170,11 @@ def join(
                 f"rank 0 did not arrive at {address} within {parallel.timeout_seconds:g} s: see its output"
             ) from None
     if verdict["error"]:
-        problem = (WrongLaunch if verdict.get("wrong") else LaunchError)(verdict["error"])
+        problem = (WrongLaunch if verdict["wrong"] else LaunchError)(verdict["error"])
         problem.reported_elsewhere = launch.rank != 0
         time.sleep(0.5 if launch.rank == 0 else 0.0)  # the store must live until all ranks have read the verdict
         raise problem
-    os.environ.update(flight_recorder_settings(Path(verdict["folder"]), launch.rank))
+    os.environ.update(_flight_recorder(Path(verdict["folder"]), verdict["call"][:8]))
     if launch.on_one_machine:
         _use_loopback()
     first_step = timedelta(seconds=max(parallel.timeout_seconds, FIRST_STEP_SECONDS))
@@ -189,23 +188,13 @@ def join(
     return World(launch, device, verdict["call"], control, checkpoint, verdict["folder"], verdict["members"])
 
 
-def flight_recorder_settings(run: Path, rank: int) -> dict[str, str]:
-    """Environment variables of PyTorch's flight recorder, which it reads when process groups are created.
-
-    NCCL's watchdog may end a process before Tercet writes its record; it writes the same file. Records of earlier
-    processes are moved next to the folder, because torchfrtrace reads subfolders too.
-    """
-    folder = run / FLIGHT_RECORDS
-    # No rank gets past its first collective without rank 0, so all records here are old.
-    if rank == 0 and (records := list(folder.glob("rank_*"))):
-        newest = max(record.stat().st_mtime for record in records)
-        aside = run / f"{FLIGHT_RECORDS}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(newest))}"
-        aside.mkdir(exist_ok=True)
-        for record in records:
-            record.replace(aside / record.name)
+def _flight_recorder(run: Path, start: str) -> dict[str, str]:
+    """Environment variables of PyTorch's flight recorder, which it reads when process groups are created: when a
+    collective times out, NCCL's watchdog writes the last ones to START_rank_N, for torchfrtrace."""
+    folder = run / "flight_recorder"
     folder.mkdir(parents=True, exist_ok=True)
     # 2000 collectives cover the last steps, at about a kilobyte each
-    files = dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(folder / "rank_"))
+    files = dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), f"{folder}/{start}_rank_")
     return {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **files}
 
 

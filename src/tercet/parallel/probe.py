@@ -1,4 +1,4 @@
-"""`tercet doctor --distributed`, under torchrun: all-reduce speed, clock differences, and a shared file system.
+"""`tercet doctor --distributed`, under torchrun: all-reduce speed and a shared file system.
 
 Versions are already compared when the ranks join (launch.py).
 """
@@ -21,8 +21,6 @@ from tercet import hints
 from tercet.config.sections import ParallelConfig
 from tercet.parallel.launch import Launch, World, WrongLaunch, check_launch, join
 
-# Logs of ranks whose clocks differ by more cannot be compared.
-MAX_CLOCK_SECONDS = 1.0
 WARMUPS = 3
 SIZES = {"cpu": (1 << 10, 1 << 20, 1 << 24), "cuda": (1 << 10, 1 << 20, 1 << 24, 1 << 28)}  # bytes
 
@@ -48,16 +46,14 @@ def probe(folder: str | None, *, share_gpus: bool) -> int:
         "hosts": len({m["host"] for m in world.members}),
         "device": device.type,
         "all_reduce": [time_all_reduce(size, device) for size in SIZES[device.type]],
-        "clock_seconds": clock_spread(world),
         "cannot_see_folder": ranks_without_folder(world, root),
     }
-    failed = bool(results["cannot_see_folder"]) or results["clock_seconds"] > MAX_CLOCK_SECONDS
     if launch.rank == 0:
         print("\n".join(format_results(results, root)))
         print(json.dumps(results))
         shutil.rmtree(root / "tercet-doctor", ignore_errors=True)
     world.close()
-    return int(failed)
+    return int(bool(results["cannot_see_folder"]))
 
 
 def time_all_reduce(size: int, device: torch.device, repeats: int = 10) -> dict[str, float]:
@@ -77,16 +73,6 @@ def time_all_reduce(size: int, device: torch.device, repeats: int = 10) -> dict[
     return {"bytes": size, "seconds": seconds, "bus_bytes_per_s": 2 * (ranks - 1) / ranks * size / seconds}
 
 
-def clock_spread(world: World) -> float:
-    """Largest difference between two ranks' clocks, read right after a barrier; best of five."""
-    best = float("inf")
-    for _ in range(5):
-        dist.barrier(group=world.control)
-        now = _gathered(world, time.time())
-        best = min(best, max(now) - min(now))
-    return best
-
-
 def ranks_without_folder(world: World, root: Path) -> list[str]:
     """Ranks that do not see a file that rank 0 wrote. Checkpoints need a shared file system."""
     path = root / f".tercet-{world.id}"
@@ -95,18 +81,12 @@ def ranks_without_folder(world: World, root: Path) -> list[str]:
         path.write_text(world.id)
         os.sync()
     dist.barrier(group=world.control)
-    seen = _gathered(world, path.exists() and path.read_text() == world.id)
+    seen: list[Any] = [None] * world.launch.world_size
+    dist.all_gather_object(seen, path.exists() and path.read_text() == world.id, group=world.control)
     dist.barrier(group=world.control)
     if world.launch.rank == 0:
         path.unlink()
     return [f"rank {r} on {world.members[r]['host']}" for r, ok in enumerate(seen) if not ok]
-
-
-def _gathered(world: World, value: Any) -> list[Any]:
-    """This value of every rank."""
-    values: list[Any] = [None] * world.launch.world_size
-    dist.all_gather_object(values, value, group=world.control)
-    return values
 
 
 def format_results(results: dict[str, Any], root: Path) -> list[str]:
@@ -116,9 +96,6 @@ def format_results(results: dict[str, Any], root: Path) -> list[str]:
             f"all-reduce of {row['bytes'] / 2**10:g} KiB: {row['seconds'] * 1e3:.3f} ms, "
             f"{row['bus_bytes_per_s'] / 1e9:.3f} GB/s per link"
         )
-    too_far = results["clock_seconds"] > MAX_CLOCK_SECONDS
-    fix = ": synchronise them with NTP, or logs cannot be compared" if too_far else ""
-    lines.append(f"clocks differ by at most {results['clock_seconds'] * 1e3:.1f} ms{fix}")
     if without := results["cannot_see_folder"]:
         lines.append(f"{', '.join(without)} cannot see {root}: put run.dir on a file system that all machines share")
     else:

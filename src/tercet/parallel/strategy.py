@@ -7,8 +7,7 @@ gradients are reduced. Context parallelism goes with both. `build_strategy` pick
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -41,7 +40,6 @@ class Strategy:
     data_rank = 0  # which shard of the data this rank reads; ranks that share a sequence read the same one
     data_ranks = 1
     checkpoint_group: Any = None  # process group of the saving thread
-    traffic: Mapping[str, int] | None = None  # bytes received from ranks that share a sequence; None without any
 
     def build_model(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
         """Build the model on its device, or on the meta device if `prepare` initialises the weights."""
@@ -108,8 +106,6 @@ class Distributed(Strategy):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.data_rank, self.data_ranks = self.rank // parallel.context, parallel.data_ranks
         self.checkpoint_group = world.checkpoint
-        self._traffic: Counter[str] = Counter()
-        self.traffic: Mapping[str, int] | None = self._traffic if parallel.context > 1 else None
         self._monitor = FailureMonitor(world, lambda: (0, "starting"))
         self._nsa: NSAConfig | None = None
         self._context: dist.ProcessGroup | None = None
@@ -135,7 +131,7 @@ class Distributed(Strategy):
         own_tokens, own_targets, shard = shard_sequence(
             tokens.reshape(1, -1), targets.reshape(1, -1), bounds, self._nsa, self._context
         )  # fmt: skip
-        shard.device, shard.traffic = self.world.device, self._traffic
+        shard.device = self.world.device
         return own_tokens, own_targets, shard
 
     def all_sum(self, value: Tensor) -> Tensor:
@@ -212,13 +208,6 @@ class FullySharded(Distributed):
 
     def build_model(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
         """On the meta device: no rank ever holds more than one full weight."""
-        gloo = backend_of(self.parallel, self.world.device.type) == "gloo"
-        if self.train.optimizer == "muon" and gloo and self.world.device.type == "cuda":
-            # torch 2.11 crashes when it gathers GPU shards over gloo
-            raise UsageError(
-                f"train.optimizer=muon with parallel.strategy={self.name} needs NCCL: use one GPU per rank, "
-                "or --parallel.strategy ddp, or --train.optimizer adamw"
-            )
         with torch.device("meta"):
             return build()
 
@@ -234,10 +223,9 @@ class FullySharded(Distributed):
         options: Any = {"mesh": self._mesh(), "reshard_after_forward": self.parallel.sharding == "full"}
         blocks = [fully_shard(block, mp_policy=blocks_policy, **options) for block in cast(nn.ModuleList, model.blocks)]
         fully_shard(model, mp_policy=rest_policy, **options)
-        depth = self.parallel.prefetch
-        for i, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + depth])
-            block.set_modules_to_backward_prefetch(blocks[max(0, i - depth) : i][::-1])
+        for i, block in enumerate(blocks):  # one block ahead
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 2])
+            block.set_modules_to_backward_prefetch(blocks[max(0, i - 1) : i])
         if backend_of(self.parallel, self.world.device.type) == "gloo":
             # Not every supported torch has a mean reduction for gloo: sum, then divide.
             for module in (cast(FSDPModule, model), *blocks):
@@ -293,5 +281,4 @@ class full_weight_init(TorchFunctionMode):
 
 def build_strategy(parallel: ParallelConfig, train: TrainConfig, world: World) -> Distributed:
     """The configured strategy over several ranks."""
-    replicated = parallel.strategy == "ddp" or (parallel.strategy == "cp" and parallel.context_weights == "replicated")
-    return DataParallel(parallel, train, world) if replicated else FullySharded(parallel, train, world)
+    return (DataParallel if parallel.strategy == "ddp" else FullySharded)(parallel, train, world)

@@ -24,7 +24,7 @@ from tercet.telemetry.event_log import EventLog
 from tercet.telemetry.events import CheckpointFailed, CheckpointSaved, Event
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
-from tercet.telemetry.sinks import BackgroundSink, ExchangeSink, WandbSink, csv_sinks, slow_sinks
+from tercet.telemetry.sinks import BackgroundSink, WandbSink, csv_sinks, slow_sinks
 from tercet.telemetry.watchdog import Heartbeat, Watchdog
 from tercet.terminal import printable
 from tercet.train import manifest
@@ -100,9 +100,6 @@ def attach(
         log.readers += [
             stack.enter_context(closing(BackgroundSink(name, sink, screen.say))) for name, sink in slow.items()
         ]
-    if strategy.traffic is not None:
-        table = folder / f"exchange_rank{strategy.rank}.csv"
-        log.readers.append(ExchangeSink(table, strategy.traffic, state.step))
     log.readers.append(stack.enter_context(Watchdog(folder, strategy.rank, config.health, beat, log)).observe)
     observer = Observer(
         config, folder, strategy.rank, state.device, state.model, state.optimizer, log,
