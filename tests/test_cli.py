@@ -260,7 +260,6 @@ def test_commands_are_refused_before_torch_is_loaded(tmp_path):
         "train --preset tiny --data.source text --data.path nowhere": "nowhere matches no file",
         f"train --preset tiny --run.dir {run_folder}": "already holds a run",
         f"train --run.dir {run_folder} --resume auto --train.lr 5": "train.lr was",
-        f"train --preset tiny --train.init_from {run_folder} --model.vocab_size 512": "train with its tokenizer",
         "data prepare --out o --workers x": "must be an integer",
         "generate nowhere --prompt a": "nowhere does not exist",
         f"generate {bare}": "no prompt given",

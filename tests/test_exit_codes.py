@@ -125,8 +125,8 @@ def test_a_wrong_launch_is_wrong_use_although_other_launch_errors_are_failures(c
 def test_a_full_disk_is_reported_before_a_run_folder_is_created(capsys, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=2**20, used=2**20, free=5))
     code = cli.main(["train", "--preset", "tiny", "--run.device", "cpu", "--run.dir", "new"])
-    assert code == EXIT_USAGE
-    assert "new has 0.0 MiB free" in capsys.readouterr().err
+    assert code == EXIT_FAILURE
+    assert "doctor: disk: 0.0 MiB free in new" in capsys.readouterr().err
     assert not Path("new").exists()
 
 

@@ -15,8 +15,7 @@ import pytest
 from fork_server import Child, ForkServer
 from runs import assert_same_run, events_of, losses, small
 from tercet.config.schema import RunConfig
-from tercet.telemetry.event_log import events_file, read_events
-from tercet.telemetry.events import RunStarted, StepLogged
+from tercet.telemetry.events import StepLogged
 from tercet.train.manifest import complete_checkpoints, verify
 
 
@@ -146,23 +145,3 @@ def test_a_log_interval_that_spans_a_resume_is_logged_whole(fork_server: ForkSer
         runs[name] = [(e.step, e.first_step, e.losses, e.grad_norms) for e in logged]
     assert [r[:2] for r in runs["straight"]] == [(5, 1), (10, 6), (12, 11)]
     assert runs["stopped"] == runs["straight"]
-
-
-def test_events_after_the_resumed_step_are_moved_aside(fork_server: ForkServer, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    config = config_of(folder, checkpoint__every=4, train__steps=6)
-    child = fork_server.start(config)
-    while not (folder / "training.csv").exists() or len((folder / "training.csv").read_text().split("\n")) < 7:
-        time.sleep(0.001)
-    child.signal(signal.SIGKILL)
-    child.wait()
-    newest = complete_checkpoints(folder / "checkpoints")
-    resumed_at = 4 if newest else 0
-    assert fork_server.run(config, resume="auto").code == 0
-    steps = [e.step for e in read_events(events_file(folder)) if isinstance(e, StepLogged)]
-    assert steps == [1, 2, 3, 4, 5, 6]
-    assert list(losses(folder)) == steps
-    started = events_of(folder, RunStarted)
-    aside = [e for e in read_events(folder / "superseded_rank0.jsonl") if isinstance(e, StepLogged)]
-    assert [e.step for e in aside][:1] == [resumed_at + 1]
-    assert started[-1].superseded >= len(aside)

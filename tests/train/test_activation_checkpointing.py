@@ -12,8 +12,6 @@ from runs import small
 from tercet.model.transformer import Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 
-MODES = ("none", "selective", "full")
-
 
 class OpCounter(TorchDispatchMode):
     """Counts operator calls by name."""
@@ -68,19 +66,6 @@ def counted() -> Iterator[OpCounter]:
     counter = OpCounter()
     with counter:
         yield counter
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_backward_pass_uses_the_selection_of_the_forward_pass(mode: str) -> None:
-    """Selected blocks come out of `keep_selection`; a recomputation must get them back, not run it again."""
-    model, data = build(mode), inputs(packed=False)
-    with counted() as forward:
-        loss = model(*data)
-    nsa_layers = sum(kind == "nsa" for kind in model.config.attention_kinds)
-    assert forward.calls["tercet::keep_selection"] == nsa_layers
-    with counted() as backward:
-        loss.total.backward()
-    assert backward.calls.get("tercet::keep_selection", 0) == 0
 
 
 def test_every_block_recomputes_itself_and_not_the_last_one() -> None:

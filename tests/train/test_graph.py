@@ -3,7 +3,6 @@ statistics, messages. What needs a GPU is in test_graph_gpu.py."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -475,21 +474,6 @@ def test_a_stage_measures_only_its_own_steps(tmp_path: Path, graphs_anywhere: Si
     assert [e.step for e in events_of(tmp_path, GraphChosen)] == [5 + 9]
 
 
-def test_decisions_survive_a_process_without_graphs(tmp_path: Path, graphs_anywhere: SimulatedClock) -> None:
-    def saved(folder: Path, step: int) -> dict[str, Any]:
-        return json.loads((folder / "checkpoints" / f"step-{step:08d}" / "run.json").read_text())
-
-    steps: dict[str, Any] = {"checkpoint__every": 2, "log__every": 5, "train__steps": 14}
-    train_small(tmp_path / "run", **steps)
-    path = tmp_path / "run" / "checkpoints" / "step-00000010"
-    train_small(tmp_path / "off", **steps, train__cuda_graph="off", resume=str(path))
-    before, after = saved(tmp_path / "run", 10), saved(tmp_path / "off", 12)
-    assert list(before["graph_choices"].values()) == [True]
-    assert before["graph_room"] > 0
-    for key in ("graph_choices", "graph_room"):
-        assert after[key] == before[key]
-
-
 def test_a_decision_made_while_a_checkpoint_is_written_is_not_in_it() -> None:
     device, choice = torch.device("cpu"), GraphChoice(SimulatedClock(60e-3, 8e-3), "GPU")
     graph: Any = SimpleNamespace(capacity=0, choice=choice)
@@ -513,12 +497,3 @@ def test_steps_with_another_teacher_are_not_captured(tmp_path: Path, graphs_anyw
     (chosen,) = events_of(tmp_path / "auto", GraphChosen)
     assert chosen.step == 12 + 8
     assert told["auto"] == told["off"]
-
-
-def test_a_cpu_run_says_why_it_is_eager_only_if_asked_for_auto(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for origin in ("default", "file imported", "flag"):  # a file that was written for a run or an import has every key
-        run = one_layer(run__dir=str(tmp_path / origin), train__steps=1)
-        train(run, origins={"train.cuda_graph": origin})
-        assert ("train.cuda_graph=auto on a cpu" in capsys.readouterr().out) == (origin == "flag")

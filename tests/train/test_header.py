@@ -14,7 +14,6 @@ from runs import small
 from tercet.config.load import load
 from tercet.errors import TercetError, UsageError
 from tercet.parallel.strategy import Single
-from tercet.telemetry.progress import Screen
 from tercet.train import console, trainer
 
 CPU = torch.device("cpu")
@@ -52,27 +51,9 @@ def test_settings_are_those_that_differ_from_the_preset():
 def test_flags_without_effect_are_named_with_the_reason(flags, messages):
     values = {f"model.{name}": value.split(",") if name == "branches" else value for name, value in flags.items()}
     loaded = load("tiny", flags=values)
-    found = console.no_effect_lines(loaded.config, loaded.origins, CPU)
+    found = console.no_effect_lines(loaded.config, loaded.origins)
     assert len(found) == len(messages)
     assert all(map(re.match, messages, found))
-
-
-@pytest.mark.parametrize(
-    ("completed", "commands"),
-    [
-        (True, ["generate runs/x --prompt TEXT", "report runs/x", "--resume auto --run.dir runs/x --train.steps 12"]),
-        (False, ["--resume auto --run.dir runs/x", "generate runs/x --prompt TEXT", "report runs/x"]),
-    ],
-)
-def test_a_run_ends_with_the_commands_people_want_next(completed, commands, capsys):
-    state = SimpleNamespace(step=6, tokens=768)
-    folder, start = SimpleNamespace(path=Path("runs/x")), console.Start(0.0, 0, 0)
-    console.print_summary(
-        Screen(), small(train__steps=6), folder, state, start, completed=completed, reason="SIGTERM", bad_records=0,
-        bad_examples=(), epoch=0,
-    )  # fmt: skip
-    printed = [line for line in capsys.readouterr().out.splitlines() if "runs/x" in line][-3:]
-    assert all(line.endswith(command) for line, command in zip(printed, commands, strict=True))
 
 
 @pytest.mark.parametrize(("asked", "passes"), [(1, 1), (128, 1), (129, 2), (256, 2)])
@@ -93,38 +74,12 @@ SELECTOR = {"model__selector": "learned", "train__tokens_per_step": 1024, "train
         *(({**SELECTOR, "model__nsa__select_count": n}, "nothing to choose") for n in (3, 8)),  # 3 forced, of 8 blocks
         *(({**SELECTOR, "model__nsa__select_count": n}, "") for n in (4, 7)),
         ({"model__nsa__select_count": 3}, ""),  # scored by compressed keys
-        *(({**SELECTOR, "train__selector__every": n}, r"--train.selector.every 16$") for n in (32, 17)),
-        ({**SELECTOR, "train__selector__every": 16}, ""),
-        ({"data__shuffle_sequences": 1 << 20}, r"--data.shuffle_sequences 12 starts sooner$"),  # of 64 tokens each
-        ({"data__shuffle_sequences": 1 << 10}, ""),
         ({"train__warmup_steps": 6}, "covers all 6 steps"),
     ],
 )
 def test_settings_that_are_probably_not_meant_so_are_noted(changes, note):
     found = lines(**changes).get("note", "")
     assert re.search(note, found) if note else not found
-
-
-def test_a_long_first_step_is_announced_with_a_shorter_one(monkeypatch):
-    assert "if steps reach 15% of the device's peak" in lines()["time"]
-    assert "note" not in lines()
-    monkeypatch.setattr(console, "measured_cpu_flops", lambda threads: 2e5)
-    assert re.search(r"about \d+m\d\ds", lines()["time"])
-    accumulated = lines(train__tokens_per_step=512)["note"]
-    assert re.search(r"the first step will take about .*, use --train.tokens_per_step 128$", accumulated)
-    assert "tokens_per_step" not in lines()["note"]
-    assert lines(train__precision="bf16")["time"] == "estimated after the first log lines"
-
-
-def test_the_time_is_estimated_for_known_devices(monkeypatch):
-    monkeypatch.setattr(console, "device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(console, "_device_memory", lambda device: 139 << 30)
-    gpu = torch.device("cuda")
-    whole, half = (lines(gpu, step, train__steps=10**9)["time"] for step in (0, 5 * 10**8))
-    assert "if steps reach 30% of the device's peak" in whole
-    assert whole != half
-    assert lines(gpu, train__precision="bf16", train__steps=10**9)["time"] == whole
-    assert lines(gpu, train__precision="fp32")["time"] == "estimated after the first log lines"  # no peak for it
 
 
 def test_a_step_that_does_not_fit_in_memory_is_warned_about(monkeypatch):

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
-import shlex
 import signal
 from pathlib import Path
 
 import pytest
 
-from parallel.world import flags
-from runs import SMALL, small, train_small
-from tercet.cli import main
+from runs import small, train_small
 from tercet.errors import TercetError, UsageError
 from tercet.train import run_folder as module
 from tercet.train.run_folder import LOCK, RunFolder
@@ -66,21 +62,6 @@ def test_a_run_in_its_data_folder_does_not_read_its_own_files(tmp_path: Path, mo
         assert train(small(**config, data__path=[path], run__dir=folder, train__steps=6), resume="auto") == 0
 
 
-def test_the_printed_command_resumes_a_run_in_its_data_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    (tmp_path / "a.txt").write_text("some text " * 1000)
-    monkeypatch.chdir(tmp_path)
-    settings = SMALL | {"data.source": "text", "data.path": ".", "data.validation_fraction": 0.0, "train.steps": 5}
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_report_first_step", lambda _: signal.raise_signal(signal.SIGTERM))
-        assert main(["train", "--preset", "tiny", *flags(settings | {"log.tensorboard": True})]) == 143
-    printed = re.search(r"resume with: .* (train .*)", capsys.readouterr().out)
-    assert printed
-    assert main(shlex.split(printed.group(1))) == 0
-    assert "resuming from runs/tiny-" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("resume", [None, "auto"])
 def test_a_folder_with_other_files_is_not_used_for_a_run(tmp_path: Path, resume: str | None):
     (tmp_path / "a.txt").write_text("text")
@@ -111,7 +92,7 @@ def test_a_start_killed_while_it_writes_can_be_repeated(tmp_path: Path, monkeypa
 
 
 def test_a_new_run_may_find_logs_and_what_other_ranks_and_a_failed_start_left(tmp_path: Path):
-    for name in ("train.log", "slurm-7.out", "log", LOCK, "flight_recorder/rank_0", "checkpoints/.writing-1"):
+    for name in ("train.log", "slurm-7.out", "log", LOCK, "flight_recorder/0_rank_0", "checkpoints/.writing-1"):
         (tmp_path / "new" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "new" / name).touch()
     (tmp_path / "failed").mkdir()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 import shlex
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,16 +18,14 @@ from safetensors.torch import save_file
 
 from runs import events_of, losses, newest, rows, small, tensors, train_small
 from tercet import cli
-from tercet.atomic_io import write_json
 from tercet.config.load import load
 from tercet.errors import TercetError
 from tercet.hints import program
 from tercet.parallel.strategy import Single
 from tercet.report.read import read_run
 from tercet.telemetry.event_log import events_file, read_events
-from tercet.telemetry.events import Noted, RunEnded, Sampled, SelectorsObserved, StepsSkipped, Validated
+from tercet.telemetry.events import RunEnded, Sampled, SelectorsObserved, StepsSkipped, Validated
 from tercet.train.manifest import complete_checkpoints, read_json
-from tercet.train.resume import check_start
 from tercet.train.state import build_state
 from tercet.train.trainer import train
 
@@ -75,7 +71,7 @@ def test_validation_samples_and_the_end_are_events(done: Path) -> None:
     assert metrics["val_bits_per_byte"] == pytest.approx(last.loss * last.tokens / last.bytes / math.log(2))
 
 
-def test_a_sample_that_takes_long_says_how_long_and_is_cut(
+def test_a_sample_that_takes_long_is_cut(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def writing(*_: Any, agree: Callable[[Callable[[], int]], int], **__: Any) -> str:
@@ -87,7 +83,6 @@ def test_a_sample_that_takes_long_says_how_long_and_is_cut(
     monkeypatch.setattr("tercet.train.trainer.time", clock)
     assert train_small(tmp_path / "run", train__steps=1, train__sample_tokens=64) == 0
     said = capsys.readouterr().out
-    assert "\nabout 30s for 30 tokens (Ctrl-C ends the sample) …\n" in said
     assert "\nthe sample was cut after 30 s: 30 of 64 tokens\n" in said
     assert f"| {'x' * 30}\n" in said
 
@@ -191,23 +186,6 @@ def test_a_missing_or_damaged_init_from_is_one_line(tmp_path: Path, source: str,
     assert "--resume" not in str(told.value)
 
 
-@pytest.mark.parametrize("config", [None, [], {}, {"train": {}}, {"train": None, "model": None}])
-def test_a_damaged_init_from_is_one_line(done: Path, tmp_path: Path, config: object) -> None:
-    copied = Path(shutil.copytree(newest(done), tmp_path / newest(done).name))
-    write_json(copied / "run.json", read_json(copied / "run.json") | {"config": config})
-    new = small(run__dir=str(tmp_path / "run"), train__init_from=str(copied), checkpoint__verify=False)
-    for start in (train, lambda run: check_start(run, None)):
-        with pytest.raises(TercetError, match=r"run\.json is damaged: restore it"):
-            start(new)
-
-
-def test_selectors_cannot_start_from_some_that_rotate_other_channels(tmp_path: Path) -> None:
-    first = small(run__dir=str(tmp_path / "first"), model__selector="learned", model__selector_rotary=0, train__steps=1)
-    assert train(first) == 0
-    with pytest.raises(TercetError, match=r"rotate 16 channels, and .* with 0: use --model.selector_rotary 0"):
-        train_small(tmp_path / "second", model__selector="learned", train__init_from=first.run.dir)
-
-
 def test_deterministic_mode_trains_to_the_same_numbers(done: Path, tmp_path: Path) -> None:
     try:
         assert train_small(tmp_path / "run", run__deterministic=True) == 0
@@ -226,10 +204,6 @@ def test_the_end_of_the_data_ends_the_run(tmp_path: Path) -> None:
         data__validation_fraction=0.3, train__steps=1000, log__every=4, checkpoint__every=1000,
         train__val_tokens=1024, train__val_every=1, train__sample_tokens=1,
     ) == 0  # fmt: skip
-    (note,) = events_of(tmp_path / "run", Noted)
-    assert re.search(
-        r"only \d+ tokens are held out, train.val_tokens asks for 1,024: .* --data.validation_f", note.text
-    )
     *_, told = found = list(read_events(events_file(tmp_path / "run")))
     for kind in ("validation", "sample"):  # the last step has one of each
         assert [event.step for event in found if event.kind == kind][-2:].count(told.step) == 1
@@ -279,20 +253,18 @@ def test_resuming_a_finished_run_prints_how_to_train_longer(
     assert len(losses(run)) > made
 
 
-@pytest.mark.parametrize(("steps", "again"), [(3, False), (60, True)])
 def test_skipped_records_are_counted_in_every_log_line_and_named_at_the_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, again: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [json.dumps({"text": f"document {i} " * 20}) for i in range(20)]
     (tmp_path / "texts.jsonl").write_text("\n".join([lines[0], "{rubbish", *lines[1:]]) + "\n")
     assert train_small(
         tmp_path / "run", data__source="jsonl", data__path=(str(tmp_path / "texts.jsonl"),),
-        data__bad_records="skip", data__validation_fraction=0.0, train__steps=steps,
+        data__bad_records="skip", data__validation_fraction=0.0, train__steps=3,
     ) == 0  # fmt: skip
     assert int(rows(tmp_path / "run" / "training.csv")[-1]["bad_records"]) >= 1
     out = capsys.readouterr().out
     assert "bad records were skipped" in out
-    assert ("each is counted in every epoch" in out) == again
     assert "texts.jsonl" in out
 
 
@@ -358,8 +330,8 @@ def test_selectors_learn_alone_while_no_other_bit_changes_and_all_learn_after(
     assert all(torch.equal(tensor, tensors(resumed)[name]) for name, tensor in tensors(whole).items())
     train_small(after, **changes, train__init_from=str(whole))
     assert not any(torch.equal(tensor, tensors(after)[f"model.{name}"]) for name, tensor in trained.items())
-    with pytest.raises(TercetError, match=r"train\.selector\.only was True, now False.*train\.init_from"):
-        train_small(whole, **changes, resume="auto")
+    with pytest.raises(TercetError, match=r"lacks optimizer.*trained other parameters.*train\.init_from"):
+        train_small(whole, **changes, checkpoint__allow_config_change=True, resume="auto")
 
 
 @pytest.mark.parametrize(
@@ -401,8 +373,8 @@ def test_init_state_optimizer_takes_muons_momentum(tmp_path: Path) -> None:
 def test_the_optimizer_of_a_checkpoint_cannot_be_exchanged(tmp_path: Path) -> None:
     train_small(tmp_path / "run", train__steps=2)
     muon: dict[str, Any] = {"train__steps": 4, "train__optimizer": "muon", "checkpoint__allow_config_change": True}
-    with pytest.raises(TercetError, match=r"train.optimizer was 'adamw', now 'muon'.*train.init_from"):
+    with pytest.raises(TercetError, match=r"lacks optimizer.*saved by a run with another optimizer.*train.init_from"):
         train_small(tmp_path / "run", **muon, resume="auto")
     moments = {"train__init_from": str(tmp_path / "run"), "train__init_state": "optimizer"}
-    with pytest.raises(TercetError, match=r"state of adamw, not muon: use --train.init_state weights"):
+    with pytest.raises(TercetError, match=r"lacks optimizer.*saved by a run with another optimizer"):
         train_small(tmp_path / "new", **muon, **moments)

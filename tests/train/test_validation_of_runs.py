@@ -82,12 +82,6 @@ def test_data_without_a_validation_document_is_refused_before_anything_is_writte
     assert not (tmp_path / "run").exists()
 
 
-def test_data_without_text_is_called_so(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(DataError, match=r"text: no document has any text \(empty documents: 1\): check data.path"):
-        train_small(tmp_path / "run", **VALIDATES, data__source="text", data__path=(str(tmp_path / "empty.txt"),))
-
-
 def test_data_with_only_bad_records_is_called_so(tmp_path: Path) -> None:
     (tmp_path / "bin.txt").write_bytes(b"caf\xe9 and more text of the same file")
     data = {"data__source": "text", "data__path": (str(tmp_path / "bin.txt"),), "data__bad_records": "skip"}
@@ -95,14 +89,6 @@ def test_data_with_only_bad_records_is_called_so(tmp_path: Path) -> None:
         train_small(tmp_path / "run", **VALIDATES, **data)
     with pytest.raises(DataError, match=r"1 bad records skipped, .*: is not UTF-8 \([^:]*\)\): there is nothing"):
         prepare(small(**data).data, tmp_path / "shards", workers=1)
-
-
-def test_both_suggested_fixes_train(few: Path, tmp_path: Path) -> None:
-    without = {**sources(few)["jsonl"], "train__val_tokens": 0}
-    assert train_small(tmp_path / "without", train__steps=1, **without) == 0
-    more = {**sources(few)["jsonl"], **VALIDATES, "data__validation_fraction": 0.6}
-    assert train_small(tmp_path / "more", train__steps=1, **more) == 0
-    assert any(isinstance(e, Validated) for e in read_events(events_file(tmp_path / "more")))
 
 
 def test_checking_validation_data_reads_few_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ are written, so that the manifest does not have to read them again.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import os
@@ -22,7 +21,7 @@ from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -44,6 +43,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from tercet.atomic_io import sync, write_json, write_text
 from tercet.config.sections import CheckpointConfig
 from tercet.errors import first_few
+from tercet.telemetry.events import CheckpointSaved
 from tercet.train import manifest
 from tercet.train.manifest import CheckpointError, WrongCheckpoint
 from tercet.train.optim import own_shard
@@ -122,33 +122,19 @@ def compare_shapes(path: Path, live: Mapping[str, torch.Size], stored: Mapping[s
     ]
     for problem, names in (("lacks", missing), ("has extra", extra), ("differs in shape:", sorted(differ))):
         if names:
-            raise WrongCheckpoint(
-                f"{path} does not fit the model: it {problem} {first_few(names)}{_fix(problem, names)}"
-            )
+            raise WrongCheckpoint(f"{path} does not fit the model: it {problem} {first_few(names)}: {_fix(names)}")
 
 
-def _fix(problem: str, names: Sequence[str]) -> str:
+def _fix(names: Sequence[str]) -> str:
     """What to do about weights that do not fit, as far as their names tell."""
     if all(name.startswith(OPTIMIZER) for name in names):
-        return ": it was saved by a run that trained other parameters: drop train.init_state"
-    if problem == "lacks" and all(".selector." in name for name in names):
         return (
-            ": these weights have no learned selectors: set model.selector to compressed; or export a dense or "
-            "block-sparse model with --format llama, and import it with --attention block-sparse --selector learned"
+            "it was saved by a run with another optimizer, or one that trained other parameters: take its weights "
+            "only, in a new run with train.init_from"
         )
-    if problem == "has extra" and all(".selector." in name for name in names):
-        return ": set model.selector to learned"
-    return ": use the model settings of these weights, in config.toml of their run"
-
-
-class Saved(NamedTuple):
-    """A complete checkpoint on disk."""
-
-    step: int
-    path: Path
-    bytes: int
-    seconds: float  # from the start of the save until it was complete
-    blocked_seconds: float  # how much of that time training waited
+    if all(".selector." in name for name in names):
+        return "only one of the two has learned selectors: change model.selector"
+    return "use the model settings of these weights, in config.toml of their run"
 
 
 @dataclass
@@ -184,7 +170,7 @@ class Checkpointer:
         self._future = future
         self._blocked = time.perf_counter() - self._started
 
-    def collect(self, *, wait: bool) -> Saved | None:
+    def collect(self, *, wait: bool) -> CheckpointSaved | None:
         """The save in progress if it is complete, or after waiting for it. Raises if it failed."""
         if self._future is None or not (wait or self._future.done()):
             return None
@@ -198,7 +184,10 @@ class Checkpointer:
             writer.discard()
             raise CheckpointError(_describe_failure(error, writer)) from error
         now = time.perf_counter()
-        return Saved(writer.step, writer.final, writer.bytes, now - self._started, self._blocked + now - wait_started)
+        return CheckpointSaved(
+            step=writer.step, path=str(writer.final), bytes=writer.bytes, seconds=now - self._started,
+            blocked_seconds=self._blocked + now - wait_started,
+        )  # fmt: skip
 
 
 class _CommittingWriter(HuggingFaceStorageWriter):
@@ -344,21 +333,13 @@ class HashingFileSystem(FileSystem):
         return self._records[path]
 
 
-def _is_disk_full(error: BaseException | None) -> bool:
-    """Whether a full disk or an exceeded quota caused the error."""
-    while error is not None:
-        # safetensors' errors contain the system's message but no errno
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-            return True
-        error = error.__cause__
-    return False
-
-
 def _describe_failure(error: BaseException, writer: _CommittingWriter) -> str:
     """Error message of a failed save: the cause, what is still safe, and what to do."""
     cause: BaseException = error
     if isinstance(error, CheckpointException):
         cause = next((e for e, _ in error.failures.values()), error)
     newest = manifest.describe_newest(writer.final.parent)
-    fix = "free some space there" if _is_disk_full(cause) else "check that the folder is writable"
-    return f"checkpoint of step {writer.step} could not be written to {writer.final.parent} ({cause}); {newest}: {fix}"
+    return (
+        f"checkpoint of step {writer.step} could not be written to {writer.final.parent} ({cause}); {newest}: free "
+        "some space there, or check that the folder is writable"
+    )

@@ -18,29 +18,21 @@ import torch
 from tercet import hints
 from tercet.config.keys import flatten
 from tercet.config.load import describe
-from tercet.config.schema import RunConfig, cuda_graph_problem, uses_cuda_graph
+from tercet.config.schema import RunConfig, uses_cuda_graph
 from tercet.config.sections import resolved_precision
 from tercet.doctor.memory import largest_stage, shortage, step_memory, with_flags
 from tercet.errors import TercetError, UsageError, is_out_of_memory
 from tercet.model.cost import parameters, selector_parameters
 from tercet.parallel.strategy import Strategy
-from tercet.telemetry.hardware import (
-    CPU_UTILISATION,
-    GIB,
-    GPU_UTILISATION,
-    host_total_gib,
-    measured_cpu_flops,
-    peak_flops,
-)
+from tercet.telemetry.hardware import GIB, host_total_gib
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.units import duration, passes_of, plural, quantity, size
 from tercet.train import manifest
 from tercet.train.device import device_name
 from tercet.train.run_folder import RunFolder
-from tercet.train.state import TrainState, step_flops, uses_compile
+from tercet.train.state import TrainState, uses_compile
 
 METRICS = "metrics.json"
-ANNOUNCED_STEP = 60  # seconds: a note announces a first step that takes longer
 
 
 def header_lines(
@@ -63,7 +55,6 @@ def header_lines(
         ("strategy", f"{strategy.name}, {plural(strategy.world_size, 'rank')}"),
         *_step_lines(config),
         ("run", f"{plural(train.steps, 'step')}, {tokens} tokens, {rate} ({train.schedule}), in {folder}"),
-        *_time_lines(config, state, device, strategy),
     ]
     if train.val_tokens:
         lines.append(("validation", _validation_line(config, state.step)))
@@ -80,33 +71,14 @@ def header_lines(
     return [*lines, *(("note", note) for note in _notes(config))]
 
 
-# With 64 queries per step one layer learned to copy nearly as well as dense, with 16 it did not
-# (docs/lab-notes/learned-selection.md, "How many queries must teach a selector?").
-_TAUGHT_QUERIES = 64
-_FAST_SHUFFLE = 32 << 20  # tokens that are packed in about a second
-
-
 def _notes(config: RunConfig) -> Iterator[str]:
     """Settings that are valid, and probably not meant so."""
-    train, model, data = config.train, config.model, config.largest_shuffle
+    train, model = config.train, config.model
     if train.warmup_steps >= train.steps:
         yield f"warmup_steps={train.warmup_steps} covers all {train.steps} steps: lr stays below its peak"
-    if model.selector == "learned" and "nsa" in model.attention_kinds:
-        tokens = min(stage.train.tokens_per_step for stage in config.stages)
-        taught = max(1, tokens // train.selector.every)
-        if (found := config.nothing_to_choose) is not None:
-            yield f"model.selector=learned has nothing to choose: {found.reason}: {found.fix}"
-        elif taught < _TAUGHT_QUERIES:
-            yield (
-                f"train.selector.every={train.selector.every}: selectors learn from only {taught} of {tokens:,} "
-                f"queries per step, use --train.selector.every {max(1, tokens // _TAUGHT_QUERIES)}"
-            )
-    read = config.total_tokens // data.seq_len
-    if data.shuffle_sequences > read and data.shuffle_sequences * data.seq_len >= _FAST_SHUFFLE:
-        yield (
-            f"data.shuffle_sequences={data.shuffle_sequences} sequences are packed before the first step, but the run "
-            f"reads only {read:,}: --data.shuffle_sequences {read} starts sooner"
-        )
+    learned = model.selector == "learned" and "nsa" in model.attention_kinds
+    if learned and (found := config.nothing_to_choose) is not None:
+        yield f"model.selector=learned has nothing to choose: {found.reason}: {found.fix}"
 
 
 def _execution(config: RunConfig, device: torch.device) -> list[str]:
@@ -157,13 +129,10 @@ def config_lines(config: RunConfig, origins: Mapping[str, str], folder: Path) ->
     ]
 
 
-def no_effect_lines(config: RunConfig, origins: Mapping[str, str], device: torch.device) -> list[str]:
-    """A message for each reason why flags have no effect: train.cuda_graph=auto, and those of the model."""
+def no_effect_lines(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
+    """A message for each reason why flags of the model have no effect."""
     given = flatten(config)
     lines = []
-    asked = origins.get("train.cuda_graph") == "flag" and config.train.cuda_graph == "auto"
-    if asked and (problem := cuda_graph_problem(config, device.type)):
-        lines.append(f"train.cuda_graph=auto {problem}; steps run eagerly")
     for reason, names in config.model.unused_keys.items():
         keys = [
             key for name in names if origins.get(key := f"model.{name}") == "flag" and given[key] not in (False, None)
@@ -171,35 +140,6 @@ def no_effect_lines(config: RunConfig, origins: Mapping[str, str], device: torch
         if keys:
             lines.append(f"{', '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect: {reason}")
     return lines
-
-
-def _speed(config: RunConfig, device: torch.device, strategy: Strategy) -> float | None:
-    """FLOP/s of all ranks that time estimates assume; None if the device's peak is unknown."""
-    precision = precision_of(config, device)
-    if device.type == "cpu":  # several ranks would share its cores
-        measurable = precision == "fp32" and strategy.world_size == 1
-        return measured_cpu_flops(torch.get_num_threads()) * CPU_UTILISATION if measurable else None
-    # Known peaks are for bf16. fp32 is slower by a factor that differs between devices.
-    peak = peak_flops(device_name(device)) if precision == "bf16" else None
-    return None if peak is None else peak * GPU_UTILISATION * strategy.world_size
-
-
-def _time_lines(
-    config: RunConfig, state: TrainState, device: torch.device, strategy: Strategy
-) -> Iterator[tuple[str, str]]:
-    """Estimated from the device's peak; the first log lines print an estimate from measured steps."""
-    speed = _speed(config, device, strategy)
-    if speed is None:
-        yield "time", "estimated after the first log lines"
-        return
-    stages = zip(config.train.stage_ends, config.train.stage_steps, config.stages, strict=True)
-    flops = sum(min(steps, max(0, last - state.step)) * step_flops(stage) for last, steps, stage in stages)
-    share = GPU_UTILISATION if device.type == "cuda" else CPU_UTILISATION
-    yield "time", f"about {duration(flops / speed)}, if steps reach {share:.0%} of the device's peak"
-    stage = config.at_step(state.step + 1)
-    if (step := step_flops(stage) / speed) > ANNOUNCED_STEP and state.step < config.train.steps:
-        less = f": for shorter ones, use --train.tokens_per_step {stage.tokens_per_pass}" * (stage.accumulation > 1)
-        yield "note", f"the first step will take about {duration(step)}{less}"
 
 
 def _device_memory(device: torch.device) -> int | None:
@@ -238,7 +178,7 @@ class Start(NamedTuple):
 
 def print_summary(
     screen: Screen, config: RunConfig, folder: RunFolder, state: TrainState, start: Start, *, completed: bool,
-    reason: str, bad_records: int, bad_examples: Sequence[str], epoch: int,
+    reason: str, bad_records: int, bad_examples: Sequence[str],
 ) -> None:  # fmt: skip
     """Print what was done and what to do next."""
     seconds = duration(time.time() - start.time)
@@ -263,8 +203,7 @@ def print_summary(
         )
         return
     if bad_records:
-        again = " (each is counted in every epoch)" if epoch else ""
-        screen.say(f"warning: {bad_records} bad records were skipped{again}: {'; '.join(bad_examples)}", "bold yellow")
+        screen.say(f"warning: {bad_records} bad records were skipped: {'; '.join(bad_examples)}", "bold yellow")
     path = folder.path / METRICS  # missing if the disk was full
     metrics = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     # One step's loss is noisy.

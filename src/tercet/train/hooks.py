@@ -21,7 +21,7 @@ from tercet.errors import EXIT_FAILURE, TercetError
 from tercet.parallel.launch import Launch, LaunchError, check_launch, join
 from tercet.parallel.strategy import Single, Strategy, build_strategy
 from tercet.telemetry.event_log import EventLog
-from tercet.telemetry.events import CheckpointFailed, CheckpointSaved, Event
+from tercet.telemetry.events import CheckpointFailed, Event
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.sinks import BackgroundSink, WandbSink, csv_sinks, slow_sinks
@@ -156,7 +156,7 @@ class AsyncSaver:
         if saved is not None:
             self._failures_in_row = 0
             self._observer.add_excluded("checkpoint", saved.blocked_seconds)
-            self._log.emit(CheckpointSaved(**saved._asdict() | {"path": str(saved.path)}))
+            self._log.emit(saved)
 
     def finish(self) -> None:
         """Wait for the last save of a run, which must succeed."""
@@ -164,28 +164,20 @@ class AsyncSaver:
         if self._failures_in_row:
             raise CheckpointError("the last checkpoint could not be written; see the warning above")
 
-    def save_after_error(self, screen: Screen) -> None:
-        """Save the current step after a failure between two steps, which leaves the training state intact.
+    def save_after_error(self, screen: Screen, *, between_steps: bool) -> None:
+        """Complete the save in progress when the run fails. Between two steps, also save the current one: such a
+        failure leaves the training state intact.
 
         A failure here must not hide the first one: after some errors a GPU does not respond at all.
         """
-        if self.up_to_date:
-            return
         try:
-            if not self._state.guard.halted_at():  # steps since the weights froze are not progress
+            # steps since the weights froze are not progress
+            if between_steps and not self.up_to_date and not self._state.guard.halted_at():
                 self.save()
-                self.collect(wait=True)
+            self.collect(wait=True)
         except Exception as error:
             if error is not self._logged:
                 screen.say(f"warning: step {self._state.step} could not be saved ({error})", "bold red")
-
-    def wait_after_error(self, screen: Screen) -> None:
-        """Let the save in progress complete when the run fails. A failure here must not hide the first one."""
-        try:
-            self.collect(wait=True)
-        except (CheckpointError, OSError) as error:
-            if error is not self._logged:
-                screen.say(f"warning: {error}", "bold red")
 
 
 class StopSignals:

@@ -1,14 +1,13 @@
 """Starting and resuming a run: which checkpoint it starts from, and whether it may.
 
 `find_start` picks the checkpoint, `check_config` compares its configuration with the current one, `check_requirements`
-refuses what would fail later. Nothing here imports torch, so that `check_start` can refuse a run before it is loaded.
+refuses what would fail later. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-import shutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
@@ -31,14 +30,12 @@ from tercet.data.synthetic import make_task
 from tercet.data.tokenizers import LibraryTokenizer, Tokenizer, load_tokenizer
 from tercet.errors import UsageError, first_few
 from tercet.model.config import ModelConfig
-from tercet.model.cost import optimizer_numbers, parameters
 from tercet.parse import describe, first_problem, one_line_errors, parse_toml
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import RunStarted
-from tercet.telemetry.sinks import import_tensorboard, import_wandb
-from tercet.telemetry.units import plural, size
+from tercet.telemetry.units import plural
 from tercet.train import manifest
-from tercet.train.manifest import CheckpointError, WrongCheckpoint, run_of
+from tercet.train.manifest import CheckpointError, WrongCheckpoint
 from tercet.train.run_folder import RunFolder, locate
 
 # The order of the data depends on these, and with it a checkpoint's position in it.
@@ -71,21 +68,14 @@ class FoundCheckpoint:
 
 
 def check_start(config: RunConfig, resume: str | None) -> None:
-    """Raise at once for a wrong folder, checkpoint, setting or data path of a run in a single process.
+    """Raise before torch is loaded for a wrong folder, checkpoint, setting or data path of a run in a single process.
 
     `find_start` is called again by the run itself, which locks the folder and verifies the checkpoint.
     """
     check_paths([path for part in (config.data, *config.data.mixture) for path in part.path])
     source = config.train.init_from
     if resume is None and source is not None and not source.endswith(".safetensors"):
-        found = find_initial(Path(source), verify=False)
-        with damaged_state(found):
-            vocab_size = found.run_state["config"]["model"]["vocab_size"]
-        if vocab_size != config.model.vocab_size:  # the usual reason why weights do not fit
-            raise WrongCheckpoint(
-                f"model.vocab_size={config.model.vocab_size}, and train.init_from={source} has {vocab_size}: train "
-                f"with its tokenizer, which --config {run_of(found.path)}/config.toml sets"
-            )
+        find_initial(Path(source), verify=False)
     unverified = config.checkpoint.model_copy(update={"verify": False})
     with closing(RunFolder(locate(config.run, resume))) as folder:
         find_start(config.with_absolute_paths().model_copy(update={"checkpoint": unverified}), resume, folder)
@@ -94,7 +84,7 @@ def check_start(config: RunConfig, resume: str | None) -> None:
 def find_start(config: RunConfig, resume: str | None, folder: RunFolder) -> tuple[FoundCheckpoint | None, list[str]]:
     """The checkpoint to start from, or None for step 0, and messages to print. Refuses to overwrite a run."""
     threads, cores = config.run.threads, os.cpu_count()
-    if threads is not None and cores is not None and threads > cores:  # they would wait for each other
+    if threads is not None and cores is not None and threads > cores:  # torch may crash
         raise UsageError(
             f"run.threads={threads} is more than the {plural(cores, 'core')} of this machine: use at most {cores}, or "
             "leave it out"
@@ -318,22 +308,13 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_chan
     unused = [k for k in changed if k in {f"model.{key}" for key in ("backend", *without_effect)}]
     extension = ("model.rope_scaling", "model.rope.")  # these extend a model to longer sequences
     model_keys = [k for k in changed if k.startswith("model.") and k not in unused and not k.startswith(extension)]
-    if model_keys:
-        raise WrongCheckpoint(
-            f"the checkpoint is of a different model: {listed(model_keys)}: leave out --preset and --config, and the "
-            "run resumes with its own settings, or start a new run"
-        )
-    for key, stored in (("train.optimizer", "the former"), ("train.selector.only", "the parameters that it trained")):
-        if key in changed:
+    data_keys = [k for k in changed if k in DATA_ORDER or k.startswith("data.mixture")]
+    for what, keys in (("a different model", model_keys), ("different data", data_keys)):
+        if keys:
             raise WrongCheckpoint(
-                f"{messages[key]}: the checkpoint holds optimizer state of {stored} only; change it back, or start a "
-                "new run from the weights with train.init_from"
+                f"the checkpoint has {what}: {listed(keys)}: leave out --preset and --config, and the run "
+                "resumes with its own settings, or start a new run, from the weights with train.init_from"
             )
-    if data_keys := [k for k in changed if k in DATA_ORDER or k.startswith("data.mixture")]:
-        raise WrongCheckpoint(
-            f"the data changed since the checkpoint: {listed(data_keys)}: change it back, or "
-            "start a new run from the weights with train.init_from"
-        )
     restricted = [k for k in changed if not k.startswith(MAY_CHANGE) and k not in unused]
     if restricted and not allow_change:
         raise WrongCheckpoint(
@@ -350,13 +331,9 @@ def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat | {"train.stages": " ".join(map(str, stages))}
 
 
-def check_requirements(config: RunConfig, tokenizer: Tokenizer, folder: RunFolder) -> None:
-    """Raise now for what would fail later: missing log packages, a small vocabulary, synthetic documents that do not
-    fit a later stage, a full disk."""
-    if config.log.tensorboard is True:
-        import_tensorboard()
-    if config.log.wandb:
-        import_wandb()
+def check_requirements(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raise now for what would fail later: a small vocabulary, synthetic documents that do not fit a later stage. The
+    doctor checks the disk and the packages of logs."""
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UsageError(
             f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}: "
@@ -367,12 +344,3 @@ def check_requirements(config: RunConfig, tokenizer: Tokenizer, folder: RunFolde
             if part.source == "synthetic":
                 length = part.synthetic.length or stage.data.seq_len
                 make_task(part.synthetic, length, tokenizer.vocab_size, tokenizer.eos_id)
-    train = config.train
-    moments = optimizer_numbers(config.model, train.optimizer, selectors_only=train.selector.only)
-    needed = 4 * (parameters(config.model).total + moments)  # fp32
-    free = shutil.disk_usage(folder.path).free
-    if free < needed:
-        raise UsageError(
-            f"one checkpoint takes about {size(needed)}, {folder.path} has {size(free)} free: "
-            "free some space, or pick another --run.dir"
-        )

@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import base64
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,9 +21,8 @@ from tercet.config.sections import SelectorConfig
 from tercet.data.loader import Loader
 from tercet.errors import UsageError
 from tercet.model.attention import Attention
-from tercet.model.config import ModelConfig
 from tercet.model.cost import flops_per_token
-from tercet.model.selector import BlockSelector, rotated_channels
+from tercet.model.selector import BlockSelector
 from tercet.model.transformer import Block, Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Strategy
@@ -50,8 +47,6 @@ class Measured(NamedTuple):
 class Interval:
     """Measurements since the last log line. Losses stay on the device until `read`; times are the host's."""
 
-    _first_step: float | None  # seconds, if it was timed
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._read: list[Measured] = []  # already read, e.g. for a checkpoint between two log lines
@@ -74,22 +69,7 @@ class Interval:
 
     def seconds_per_step(self) -> float:
         """Mean over the interval without excluded time. Call after `read`, which waits for the device."""
-        return self._seconds() / max(1, self.steps_timed)
-
-    def time_first_step(self) -> float:
-        """Seconds that the first step of a process or stage took, of which most may be warm-up. Call after `read`."""
-        self._first_step = self._seconds()
-        return self._first_step
-
-    @property
-    def is_warm_up(self) -> bool:
-        """Whether the first step took so long that the others are likely to contain warm-up as well."""
-        if self._first_step is None or self.steps_timed < 2:
-            return self._first_step is not None
-        return self._first_step > 3 * (self._seconds() - self._first_step) / (self.steps_timed - 1)
-
-    def _seconds(self) -> float:
-        return time.perf_counter() - self._started - self._excluded
+        return (time.perf_counter() - self._started - self._excluded) / max(1, self.steps_timed)
 
     def clear(self) -> None:
         """Start the next interval."""
@@ -100,7 +80,7 @@ class Interval:
     def start_clock(self) -> None:
         """Start timing, after building, loading and resuming."""
         self.steps_timed = 0  # by this process; a resumed interval also holds steps from the checkpoint
-        self._excluded, self._first_step, self._started = 0.0, None, time.perf_counter()
+        self._excluded, self._started = 0.0, time.perf_counter()
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
@@ -136,9 +116,6 @@ class TrainState:
     cursor: dict[str, Any] | None = None  # data position after the last batch consumed
     parent: dict[str, Any] | None = None  # the checkpoint named by train.init_from
     graph: StepGraph | None = None  # runs the passes as CUDA graphs, if enabled
-    # What earlier processes with CUDA graphs saved: document capacity, and the decisions of train.cuda_graph=auto
-    graph_capacity: int = 0
-    graph_choices: dict[str, bool] = field(default_factory=dict)
 
     @property
     def held_bytes(self) -> int:
@@ -154,9 +131,9 @@ class TrainState:
             "guard": self.guard.state_dict(),
             "interval": self.interval.state_dict(),
             "parent": self.parent,
-            "graph_room": self.graph_capacity if self.graph is None else self.graph.capacity,
+            "graph_room": 0 if self.graph is None else self.graph.capacity,
             # a copy: the next steps may decide while a background thread writes this
-            "graph_choices": dict(self.graph.choice.made if self.graph and self.graph.choice else self.graph_choices),
+            "graph_choices": dict(self.graph.choice.made) if self.graph and self.graph.choice else {},
             # The learning-rate schedule follows from config and step; it has no state.
             "config": config,
         }
@@ -202,7 +179,7 @@ def _build_model(config: RunConfig) -> nn.Module:
     device = torch.get_default_device()
     with torch.device("meta"):
         model = Transformer(config.model)
-    seed_all(config.run.seed)
+    torch.manual_seed(config.run.seed)  # the same on all ranks, so that they draw the same weights
     if device.type != "meta":
         model.to_empty(device=device)
         model.init_weights()
@@ -342,12 +319,10 @@ def _load_checkpoint(state: TrainState, start: resume.FoundCheckpoint, strategy:
         state.cursor, state.parent = saved["data"], saved["parent"]
         state.guard.load_state_dict(saved["guard"])
         state.interval.load_state_dict(saved["interval"])
-        # missing in old checkpoints
-        state.graph_capacity, state.graph_choices = int(saved.get("graph_room", 0)), saved.get("graph_choices", {})
-        if state.graph is not None:
-            state.graph.capacity = state.graph_capacity
+        if state.graph is not None:  # both are missing in old checkpoints
+            state.graph.capacity = int(saved.get("graph_room", 0))
             if state.graph.choice is not None:
-                state.graph.choice.made |= state.graph_choices
+                state.graph.choice.made |= saved.get("graph_choices", {})
         if rank_file.exists():  # with more ranks than were saved, the new ones keep their seed
             restore_rng(manifest.read_json(rank_file)["state"]["rng"], state.device)
 
@@ -364,57 +339,20 @@ def _load_initial_weights(state: TrainState, config: RunConfig) -> None:
         return
     found = resume.find_initial(path, verify=config.checkpoint.verify)
     with resume.damaged_state(found):
-        saved = found.run_state["config"]["train"].get("optimizer", "adamw")  # missing in old checkpoints
-        if optimizer is not None and saved != config.train.optimizer:
-            raise UsageError(
-                f"train.init_state=optimizer, but {found.path} has the state of {saved}, not "
-                f"{config.train.optimizer}: use --train.init_state weights, or --train.optimizer {saved}"
-            )
-        _check_rotation(found.path, found.run_state["config"]["model"], config.model)
         state.parent = {"path": str(found.path), **{k: found.run_state[k] for k in ("step", "tokens")}}
     checkpoint.load_tensors(found.path, state.model, optimizer)
 
 
-def _check_rotation(path: Path, saved: Mapping[str, Any], model: ModelConfig) -> None:
-    """Learned selectors have the same shapes however many channels they rotate."""
-    if saved.get("selector") != "learned" or model.selector != "learned":
-        return
-    was = rotated_channels(saved["selector_dim"], saved.get("selector_rotary", 0))  # missing in old checkpoints
-    now = rotated_channels(model.selector_dim, model.selector_rotary)
-    if was != now:
-        raise UsageError(
-            f"the learned selectors rotate {now} channels, and those in train.init_from={path} were trained with "
-            f"{was}: use --model.selector_rotary {was}"
-        )
-
-
-def seed_all(seed: int) -> None:
-    """Seed every generator, the same on all ranks, so that they draw the same weights."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def capture_rng(device: torch.device) -> dict[str, Any]:
-    """The states of all random generators (Python, numpy, torch, this rank's device), for JSON."""
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
-        "python": [version, list(words), gauss],
-        "numpy": [name, [int(k) for k in keys], int(position), int(has_gauss), float(cached)],
-        "torch": _encode(torch.get_rng_state()),
-    }
+    """The states of torch's generators (CPU, this rank's device), for JSON. Nothing in training draws from others."""
+    state = {"torch": _encode(torch.get_rng_state())}
     if device.type == "cuda":
         state["cuda"] = _encode(torch.cuda.get_rng_state(device))
     return state
 
 
 def restore_rng(state: dict[str, Any], device: torch.device) -> None:
-    """Restore all generators. A state saved on a CPU has none for a GPU, which then keeps its seed."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    """Restore the generators. A state saved on a CPU has none for a GPU, which then keeps its seed."""
     torch.set_rng_state(_decode(state["torch"]))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(_decode(state["cuda"]), device)

@@ -27,7 +27,7 @@ from tercet.telemetry.hardware import peak_flops
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.sinks import summarise
-from tercet.telemetry.units import duration, plural
+from tercet.telemetry.units import plural
 from tercet.telemetry.watchdog import Heartbeat
 from tercet.train import console
 from tercet.train.checkpoint import Checkpointer
@@ -49,8 +49,6 @@ from tercet.train.step import StepBatches, to_device, train_step
 from tercet.train.validate import Validation, check_validation_data, sample_text
 
 SAMPLE_SECONDS = 30.0  # a text sample is cut after this time: on a slow machine, all its tokens may take minutes
-SAMPLE_WARM_UP = 4  # tokens, after which a sample that takes longer than ANNOUNCED_SAMPLE seconds is announced
-ANNOUNCED_SAMPLE = 5.0
 
 
 def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume: str | None = None) -> int:
@@ -71,7 +69,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         tokenizer = load_run_tokenizer(config, start)
         if start is None:
             messages += strategy.on_rank_0(lambda: check_initial_tokenizer(config, tokenizer))
-        strategy.on_rank_0(lambda: check_requirements(config, tokenizer, folder))
+        strategy.on_rank_0(lambda: check_requirements(config, tokenizer))
         doctor_report = strategy.on_rank_0(lambda: examine_before_training(config, folder.path))
         strategy.on_rank_0(lambda: console.check_memory(config, device))
         with console.memory_errors(config, device):
@@ -115,7 +113,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
             screen.header(console.header_lines(config, state, device, strategy, folder.path, tokenizer.vocab_size))
             for line in console.config_lines(config, origins, folder.path):
                 screen.say(line, "dim")
-        for message in (*messages, *console.no_effect_lines(config, origins, device)):
+        for message in (*messages, *console.no_effect_lines(config, origins)):
             screen.say(message)
 
         # Attach readers to the log, and log the start.
@@ -212,7 +210,7 @@ class Trainer:
             self.screen.end()
             outcome = "halted" if isinstance(error, Halted) else "failed"
             if self.strategy.world_size == 1:  # with several ranks, it might wait for one that is gone
-                self.saver.wait_after_error(self.screen)
+                self.saver.save_after_error(self.screen, between_steps=False)
             cause = self.strategy.explain(error)
             self._log_end(outcome, f"{type(cause).__name__}: {cause}")
             if cause is not error:
@@ -239,7 +237,7 @@ class Trainer:
                 if not self.strategy.any_rank(error is not None):
                     reason, number = self.stop.reason or "a signal on another rank", self.stop.signal or 15
                     return "interrupted", reason, 128 + number
-                self.saver.save_after_error(self.screen)
+                self.saver.save_after_error(self.screen, between_steps=True)
                 raise error or PeerFailed("another rank could not read its data", reported_elsewhere=True)
             if not batches:
                 return "completed", "the data ended", 0
@@ -337,7 +335,7 @@ class Trainer:
                 self._sample()
         except Exception:
             if self.strategy.world_size == 1:  # other ranks may not take part in a save
-                self.saver.save_after_error(self.screen)
+                self.saver.save_after_error(self.screen, between_steps=True)
             raise
         self.saver.collect(wait=False)
         if _due(step, config.checkpoint.every) or stage_ends:
@@ -347,7 +345,8 @@ class Trainer:
         """Report the first step before the first log line is due. Waits for the device, for this one step only."""
         self._first_step_reported = True
         loss = self.state.interval.read()[-1].loss
-        seconds = self.state.interval.time_first_step()
+        seconds = self.state.interval.seconds_per_step()
+        self.screen.warming_up = True  # until this interval is logged: most of this step may be compilation
         self.screen.say(f"first step after {seconds:.2f} s: loss {loss:.4f}")
         self.strategy.shorten_timeouts()
 
@@ -359,7 +358,6 @@ class Trainer:
         if not state.interval.steps_timed:  # all its steps were timed by the process before this one
             seconds = next((e.step_seconds for e in reversed(self.past) if isinstance(e, events.StepLogged)), seconds)
         timed = max(1, state.interval.steps_timed)
-        self.screen.warming_up = state.interval.is_warm_up
         data_seconds = self.loader.wait_seconds
         # None if the device's peak is unknown
         mfu = step_flops(self.stage) / seconds / (self._peak * self.strategy.world_size) if self._peak else None
@@ -383,6 +381,7 @@ class Trainer:
             losses=[m.loss for m in measured], grad_norms=[m.grad_norm for m in measured],
         )  # fmt: skip
         self.log.emit(logged)
+        self.screen.warming_up = False
         halting += self.observer.after_log(logged, self.batches.stats)
         self._data_seconds = data_seconds
         if self.strategy.any_rank(bool(halting)):
@@ -401,8 +400,8 @@ class Trainer:
         )
 
     def _validate(self) -> None:
-        step, asked = self.state.step, self.config.train.val_tokens
-        if not asked or ("validation", step) in self._logged:
+        step = self.state.step
+        if not self.config.train.val_tokens or ("validation", step) in self._logged:
             return
         self._validating()
         start = time.perf_counter()
@@ -418,12 +417,6 @@ class Trainer:
         self.log.emit(
             events.Validated(step=step, loss=loss, tokens=tokens, seconds=seconds, bytes=size, seq_len=length)
         )
-        if tokens < asked // 4 and all(kind != "validation" for kind, _ in self._logged):
-            text = (
-                f"only {tokens:,} tokens are held out, train.val_tokens asks for {asked:,}: the validation loss is "
-                "noisy; a new run can hold out more with --data.validation_fraction"
-            )
-            self.log.emit(events.Noted(step=step, text=text))
         self._logged.add(("validation", step))
 
     def _stops_validation(self) -> bool:
@@ -445,23 +438,13 @@ class Trainer:
         asked, chosen, started = config.sample_tokens, 0, time.monotonic()
         self.screen.doing(f"sampling up to {asked} tokens …", announce=True)
 
-        def choice(choose: Callable[[], int]) -> int:
-            """Announces a sample that takes long once its speed is known, and ends it when its time is up. So does a
-            signal: the sample may take longer than the time left to exit."""
-            nonlocal chosen
-            chosen, seconds = chosen + 1, time.monotonic() - started
-            if self.stop.signal is not None or seconds > SAMPLE_SECONDS:
-                return INVALID_TOKEN
-            if chosen == SAMPLE_WARM_UP and (total := asked * seconds / chosen) > ANNOUNCED_SAMPLE:
-                fits = min(asked, int(SAMPLE_SECONDS * chosen / seconds))
-                time_left = duration(min(total, SAMPLE_SECONDS))
-                self.screen.doing(f"about {time_left} for {fits} tokens (Ctrl-C ends the sample) …", announce=True)
-            return choose()
-
         def agree(choose: Callable[[], int]) -> int:
-            """Rank 0's choice."""
+            """Rank 0's choice; ends the sample when its time is up, or at a signal."""
+            nonlocal chosen
+            chosen += 1
             self.beat.at(self.state.step, "sampling")
-            return self.strategy.on_rank_0(lambda: choice(choose))
+            over = self.stop.signal is not None or time.monotonic() - started > SAMPLE_SECONDS
+            return self.strategy.on_rank_0(lambda: INVALID_TOKEN if over else choose())
 
         single_cpu = self.strategy.world_size == 1 and self.state.device.type == "cpu"
         with self.state.interval.excluded():
@@ -504,7 +487,6 @@ class Trainer:
             console.print_summary(
                 self.screen, self.config, self.folder, state, self._start, completed=completed, reason=reason,
                 bad_records=self.batches.stats.skipped, bad_examples=self.loader.stream.notes.bad_records,
-                epoch=self.batches.stats.epoch,
             )  # fmt: skip
 
     def _log_end(self, outcome: str, reason: str) -> None:
