@@ -5,7 +5,6 @@ Versions are already compared when the ranks join (launch.py).
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import statistics
@@ -41,23 +40,22 @@ def probe(folder: str | None, *, share_gpus: bool) -> int:
         torch.cuda.set_device(device)
     root = Path(folder) if folder else Path(tempfile.gettempdir())
     world = join(launch, parallel, device, {}, lambda _: root / "tercet-doctor")
-    results: dict[str, Any] = {
-        "ranks": launch.world_size,
-        "hosts": len({m["host"] for m in world.members}),
-        "device": device.type,
-        "all_reduce": [time_all_reduce(size, device) for size in SIZES[device.type]],
-        "cannot_see_folder": ranks_without_folder(world, root),
-    }
+    hosts = len({member["host"] for member in world.members})
+    lines = [f"{launch.world_size} ranks on {hosts} hosts ({device.type}), same versions everywhere"]
+    lines += [time_all_reduce(size, device) for size in SIZES[device.type]]
+    if without := ranks_without_folder(world, root):
+        lines.append(f"{', '.join(without)} cannot see {root}: put run.dir on a file system that all machines share")
+    else:
+        lines.append(f"all ranks see {root}")
     if launch.rank == 0:
-        print("\n".join(format_results(results, root)))
-        print(json.dumps(results))
+        print("\n".join(lines))
         shutil.rmtree(root / "tercet-doctor", ignore_errors=True)
     world.close()
-    return int(bool(results["cannot_see_folder"]))
+    return int(bool(without))
 
 
-def time_all_reduce(size: int, device: torch.device, repeats: int = 10) -> dict[str, float]:
-    """Median seconds, and the bus bandwidth per rank: an all-reduce moves 2 (W-1)/W of the size in each direction."""
+def time_all_reduce(size: int, device: torch.device, repeats: int = 10) -> str:
+    """Median time, and the bus bandwidth per rank: an all-reduce moves 2 (W-1)/W of the size in each direction."""
     tensor = torch.zeros(size // 4, device=device)
     times = []
     for i in range(repeats + WARMUPS):
@@ -70,7 +68,8 @@ def time_all_reduce(size: int, device: torch.device, repeats: int = 10) -> dict[
             times.append(time.perf_counter() - start)
     seconds = statistics.median(times)
     ranks = dist.get_world_size()
-    return {"bytes": size, "seconds": seconds, "bus_bytes_per_s": 2 * (ranks - 1) / ranks * size / seconds}
+    speed = 2 * (ranks - 1) / ranks * size / seconds
+    return f"all-reduce of {size / 2**10:g} KiB: {seconds * 1e3:.3f} ms, {speed / 1e9:.3f} GB/s per link"
 
 
 def ranks_without_folder(world: World, root: Path) -> list[str]:
@@ -87,17 +86,3 @@ def ranks_without_folder(world: World, root: Path) -> list[str]:
     if world.launch.rank == 0:
         path.unlink()
     return [f"rank {r} on {world.members[r]['host']}" for r, ok in enumerate(seen) if not ok]
-
-
-def format_results(results: dict[str, Any], root: Path) -> list[str]:
-    lines = [f"{results['ranks']} ranks on {results['hosts']} hosts ({results['device']}), same versions everywhere"]
-    for row in results["all_reduce"]:
-        lines.append(
-            f"all-reduce of {row['bytes'] / 2**10:g} KiB: {row['seconds'] * 1e3:.3f} ms, "
-            f"{row['bus_bytes_per_s'] / 1e9:.3f} GB/s per link"
-        )
-    if without := results["cannot_see_folder"]:
-        lines.append(f"{', '.join(without)} cannot see {root}: put run.dir on a file system that all machines share")
-    else:
-        lines.append(f"all ranks see {root}")
-    return lines

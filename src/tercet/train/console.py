@@ -56,8 +56,6 @@ def header_lines(
         *_step_lines(config),
         ("run", f"{plural(train.steps, 'step')}, {tokens} tokens, {rate} ({train.schedule}), in {folder}"),
     ]
-    if train.val_tokens:
-        lines.append(("validation", _validation_line(config, state.step)))
     if state.step:
         lines.append(("resumed", f"after step {state.step}, {quantity(state.tokens)} tokens"))
     if state.parent:
@@ -152,15 +150,6 @@ def _device_memory(device: torch.device) -> int | None:
 def _host_memory() -> int | None:
     total = host_total_gib()
     return None if total is None else round(total * GIB)
-
-
-def _validation_line(config: RunConfig, step: int) -> str:
-    stage = config.at_step(step + 1)
-    requested, used = config.train.val_tokens, stage.validation_passes * stage.tokens_per_pass
-    rounded = "" if requested == used else f" (val_tokens={requested} rounded up to whole batches)"
-    every = config.train.val_every
-    end = "at the end of each stage, at its length" if config.train.stages else "at the end"
-    return f"up to {quantity(used)} tokens{rounded}, {f'every {every} steps and ' if every else ''}{end}"
 
 
 def precision_of(config: RunConfig, device: torch.device) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -30,7 +30,7 @@ from tercet.data.synthetic import make_task
 from tercet.data.tokenizers import LibraryTokenizer, Tokenizer, load_tokenizer
 from tercet.errors import UsageError, first_few
 from tercet.model.config import ModelConfig
-from tercet.parse import describe, first_problem, one_line_errors, parse_toml
+from tercet.parse import describe, first_problem, parse_toml
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import RunStarted
 from tercet.telemetry.units import plural
@@ -188,11 +188,6 @@ def find_initial(source: Path, *, verify: bool) -> FoundCheckpoint:
     return found
 
 
-def damaged_state(found: FoundCheckpoint) -> AbstractContextManager[None]:
-    """Turn errors from wrong values in the run state into a one-line CheckpointError."""
-    return one_line_errors(CheckpointError, f"{found.path}: {manifest.RUN_STATE} is damaged: restore it from a backup")
-
-
 def _read_run_state(path: Path) -> dict[str, Any]:
     state = manifest.read_json(path / manifest.RUN_STATE)
     if not isinstance(state.get("step"), int):
@@ -263,6 +258,11 @@ def load_run_tokenizer(config: RunConfig, start: FoundCheckpoint | None) -> Toke
     return load_tokenizer(now.tokenizer, now.eos_token)
 
 
+def tokenizer_files(tokenizer: Tokenizer) -> Mapping[str, str]:
+    """Files of the tokenizer that a run and its checkpoints carry, by name. Bytes need none."""
+    return tokenizer.files if isinstance(tokenizer, LibraryTokenizer) else {}
+
+
 def check_initial_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
     """Raise if train.init_from names weights trained with a tokenizer that gives texts other tokens. Returns a message
     if that is not known."""
@@ -272,13 +272,11 @@ def check_initial_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> list[str
     path = Path(source)
     try:
         if path.suffix == ".safetensors":
-            folder = path.parent
-            data = parse_toml((folder / "config.toml").read_text(encoding="utf-8"))["data"]
-            copy = folder / manifest.TOKENIZER if (folder / manifest.TOKENIZER).is_file() else None
+            data = parse_toml((path.parent / "config.toml").read_text(encoding="utf-8"))["data"]
+            copy = path.parent / manifest.TOKENIZER if (path.parent / manifest.TOKENIZER).is_file() else None
         else:
-            folder = find_initial(path, verify=False).path
-            data = _read_run_state(folder)["config"]["data"]
-            copy = manifest.saved_tokenizer(folder)
+            found = find_initial(path, verify=False)
+            data, copy = found.run_state["config"]["data"], manifest.saved_tokenizer(found.path)
         name = data["tokenizer"]
         before = load_tokenizer(str(copy) if copy and name != "byte" else name, data.get("eos_token", ""))
     except (OSError, DataError, KeyError, TypeError, ValueError) as error:

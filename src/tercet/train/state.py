@@ -338,7 +338,8 @@ def _load_initial_weights(state: TrainState, config: RunConfig) -> None:
         state.parent = {"path": str(path)}
         return
     found = resume.find_initial(path, verify=config.checkpoint.verify)
-    with resume.damaged_state(found):
+    damaged = f"{found.path}: {manifest.RUN_STATE} is damaged: restore it from a backup"
+    with one_line_errors(manifest.CheckpointError, damaged):
         state.parent = {"path": str(found.path), **{k: found.run_state[k] for k in ("step", "tokens")}}
     checkpoint.load_tensors(found.path, state.model, optimizer)
 

@@ -13,7 +13,7 @@ from tercet.config.schema import RunConfig
 from tercet.data.files import save_file_lists
 from tercet.data.loader import Batch, Loader, build_loader
 from tercet.data.stream import StoppedWaiting
-from tercet.data.tokenizers import LibraryTokenizer, Tokenizer
+from tercet.data.tokenizers import Tokenizer
 from tercet.doctor.examine import examine_before_training
 from tercet.errors import TercetError
 from tercet.model.cost import parameters
@@ -42,6 +42,7 @@ from tercet.train.resume import (
     check_requirements,
     find_start,
     load_run_tokenizer,
+    tokenizer_files,
 )
 from tercet.train.run_folder import ENVIRONMENT, FILE_LISTS, RunFolder
 from tercet.train.state import Stages, TrainState, build_state, set_teacher, step_flops
@@ -100,7 +101,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
             # what is needed to repeat the run; each file is replaced atomically
             write_json(folder.path / ENVIRONMENT, environment(device, device_name(device)))
             write_config(config, origins, folder.path)
-            for name, text in saved_files(tokenizer).items():
+            for name, text in tokenizer_files(tokenizer).items():
                 write_text(folder.path / name, text)
             save_file_lists(folder.path / FILE_LISTS, loader.stream.notes.files)
         superseded, damaged = rewind(folder.path, strategy.rank, state.step)
@@ -144,11 +145,6 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
         return trainer.run()
 
 
-def saved_files(tokenizer: Tokenizer) -> Mapping[str, str]:
-    """Files of the tokenizer that a run and its checkpoints carry, by name. Bytes need none."""
-    return tokenizer.files if isinstance(tokenizer, LibraryTokenizer) else {}
-
-
 class Halted(TercetError):
     """Too many steps were not finite, or a health rule halted the run."""
 
@@ -180,7 +176,7 @@ class Trainer:
         self.validation = Validation(self.stage, self.strategy, self.tokenizer)
         checkpointer = Checkpointer(
             self.folder.checkpoints, config.checkpoint, self.strategy.rank, self.strategy.world_size,
-            self.strategy.checkpoint_group, self.strategy.wait_for, saved_files(self.tokenizer),
+            self.strategy.checkpoint_group, self.strategy.wait_for, tokenizer_files(self.tokenizer),
             keep_steps=config.train.stage_ends,
         )  # fmt: skip
         saved_config = config.model_dump(mode="json")
