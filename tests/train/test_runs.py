@@ -186,6 +186,13 @@ def test_a_missing_or_damaged_init_from_is_one_line(tmp_path: Path, source: str,
     assert "--resume" not in str(told.value)
 
 
+def test_selectors_cannot_start_from_some_that_rotate_other_channels(tmp_path: Path) -> None:
+    first = small(run__dir=str(tmp_path / "first"), model__selector="learned", model__selector_rotary=0, train__steps=1)
+    assert train(first) == 0
+    with pytest.raises(TercetError, match=r"rotate 16 channels, and .* with 0: use --model.selector_rotary 0"):
+        train_small(tmp_path / "second", model__selector="learned", train__init_from=first.run.dir)
+
+
 def test_deterministic_mode_trains_to_the_same_numbers(done: Path, tmp_path: Path) -> None:
     try:
         assert train_small(tmp_path / "run", run__deterministic=True) == 0

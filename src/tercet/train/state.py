@@ -21,8 +21,9 @@ from tercet.config.sections import SelectorConfig
 from tercet.data.loader import Loader
 from tercet.errors import UsageError
 from tercet.model.attention import Attention
+from tercet.model.config import ModelConfig
 from tercet.model.cost import flops_per_token
-from tercet.model.selector import BlockSelector
+from tercet.model.selector import BlockSelector, rotated_channels
 from tercet.model.transformer import Block, Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Strategy
@@ -340,8 +341,22 @@ def _load_initial_weights(state: TrainState, config: RunConfig) -> None:
     found = resume.find_initial(path, verify=config.checkpoint.verify)
     damaged = f"{found.path}: {manifest.RUN_STATE} is damaged: restore it from a backup"
     with one_line_errors(manifest.CheckpointError, damaged):
+        _check_rotation(found.path, found.run_state["config"]["model"], config.model)
         state.parent = {"path": str(found.path), **{k: found.run_state[k] for k in ("step", "tokens")}}
     checkpoint.load_tensors(found.path, state.model, optimizer)
+
+
+def _check_rotation(path: Path, saved: Mapping[str, Any], model: ModelConfig) -> None:
+    """Learned selectors have the same shapes however many channels they rotate."""
+    if saved.get("selector") != "learned" or model.selector != "learned":
+        return
+    was = rotated_channels(saved["selector_dim"], saved.get("selector_rotary", 0))  # missing in old checkpoints
+    now = rotated_channels(model.selector_dim, model.selector_rotary)
+    if was != now:
+        raise UsageError(
+            f"the learned selectors rotate {now} channels, and those in train.init_from={path} were trained with "
+            f"{was}: use --model.selector_rotary {was}"
+        )
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
