@@ -260,7 +260,7 @@ def test_commands_are_refused_before_torch_is_loaded(tmp_path):
         "train --preset tiny --data.source text --data.path nowhere": "nowhere matches no file",
         f"train --preset tiny --run.dir {run_folder}": "already holds a run",
         f"train --run.dir {run_folder} --resume auto --train.lr 5": "train.lr was",
-        "data prepare --out o --workers x": "must be an integer",
+        "data prepare --out o --shard_tokens x": "must be an integer",
         "generate nowhere --prompt a": "nowhere does not exist",
         f"generate {bare}": "no prompt given",
         f"generate {bare} --prompt a --temperature -1": "temperature=-1",
@@ -430,7 +430,7 @@ def test_suggested_commands_can_be_pasted_whatever_the_folder_name(capsys, tmp_p
     source = ("--data.source", "text", "--data.path", "a text.txt")
     made = run(capsys, "data", "train-tokenizer", *source, "--vocab_size", "260", "--out", "my tokens.json")[1]
     assert made.endswith("use it with: --data.tokenizer 'my tokens.json'\n")
-    made = run(capsys, "data", "prepare", *source, "--workers", "1", "--out", "my shards")[1]
+    made = run(capsys, "data", "prepare", *source, "--out", "my shards")[1]
     assert "--data.source shards --data.path 'my shards' --data.tokenizer byte\n" in made
 
     imported = SimpleNamespace(exact_length=None, restored=False, notes=(), run=small())

@@ -93,7 +93,7 @@ def test_what_would_be_refused_again_is_exit_code_2(capsys, line):
 def test_what_went_wrong_on_the_way_is_exit_code_1(capsys, monkeypatch, command, said):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     if "damaged" in command:
-        prepared = "data prepare --out damaged --workers 1 --data.source text --data.path text.txt"
+        prepared = "data prepare --out damaged --data.source text --data.path text.txt"
         assert cli.main(prepared.split()) == 0
         shard = next(Path("damaged").glob("*.tokens.npy"))
         content = bytearray(shard.read_bytes())

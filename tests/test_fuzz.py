@@ -251,7 +251,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Format]:
         return Format(folder, {"tokenizer.json": mutate_json}, read)
 
     def shards() -> Format:
-        prepare(DataConfig(source="jsonl", path=str(corpus)), root / "shards", workers=1, shard_tokens=3000)
+        prepare(DataConfig(source="jsonl", path=str(corpus)), root / "shards", shard_tokens=3000)
 
         def read(folder: Path) -> None:
             list(describe_shards(folder, check=False))

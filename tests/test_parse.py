@@ -136,7 +136,7 @@ def test_text_of_parquet_that_is_not_utf_8(tmp_path):
 def prepared(tmp_path_factory):
     source = tmp_path_factory.mktemp("corpus") / "a.jsonl"
     source.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(9)))
-    prepare(DataConfig(source="jsonl", path=str(source)), source.parent / "shards", workers=1)
+    prepare(DataConfig(source="jsonl", path=str(source)), source.parent / "shards")
     return source.parent / "shards"
 
 

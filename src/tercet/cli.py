@@ -53,7 +53,7 @@ FUNCTIONS = {
 # `tercet GROUP NAME` calls a function of a module in the same way.
 GROUPS = {
     "config": ("tercet.cli", "show the configuration of a command line or a run, or compare two: config diff A B"),
-    "data": ("tercet.data.commands", "prepare, inspect and benchmark training data; train a tokenizer"),
+    "data": ("tercet.data.commands", "prepare and inspect training data; train a tokenizer"),
     "bench": ("tercet.bench.commands", "benchmark attention, decoding and training"),
     "eval": (
         "tercet.inference.eval_commands",

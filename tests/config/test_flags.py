@@ -224,7 +224,7 @@ def test_errors_name_the_key_its_value_the_rule_and_the_fix(capsys, flags, messa
         ("generate --json", "tercet generate needs RUN: write"),
         ("eval ruler --lengths 64 128 --questions 2", "tercet eval ruler needs RUN: write"),
         ("eval selection-map", "tercet eval selection-map needs RUN and OUT: write tercet eval selection-map RUN OUT"),
-        ("data prepare --workers 1", "tercet data prepare needs --out: write tercet data prepare --out OUT"),
+        ("data prepare --shard_tokens 1", "tercet data prepare needs --out: write tercet data prepare --out OUT"),
         ("train --help trian", "--help trian: no option has this in its name or description: did you mean train?"),
     ],
 )

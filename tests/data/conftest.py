@@ -67,7 +67,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory, corpus: dict[str, Path]) ->
     out = tmp_path_factory.mktemp("shards") / "byte"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tercet.data.prepare.CHUNK_BYTES", 600)
-        prepare(DataConfig(source="jsonl", path=str(corpus["jsonl"])), out, workers=1, shard_tokens=4000)
+        prepare(DataConfig(source="jsonl", path=str(corpus["jsonl"])), out, shard_tokens=4000)
     assert (out / "shard-00003.json").is_file()
     return out
 

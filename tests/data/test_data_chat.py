@@ -205,7 +205,7 @@ def test_messages_need_a_template_and_the_right_field(config, read, tmp_path):
 
 def test_shards_keep_template_loss_and_special_tokens(config, read, tmp_path):
     data = config([{"messages": MESSAGES}, {"messages": MESSAGES[:3]}], loss_on="assistant")
-    prepare(data, tmp_path / "out", workers=1)
+    prepare(data, tmp_path / "out")
     settings = {name: getattr(data, name) for name in ("seq_len", "validation_fraction", "exhaustion", "shuffle")}
     shards = DataConfig(source="shards", path=str(tmp_path / "out"), tokenizer=str(tmp_path / "out"), **settings)
     (one,), (other,) = read(data, sequences=1), read(shards, sequences=1)
@@ -213,7 +213,7 @@ def test_shards_keep_template_loss_and_special_tokens(config, read, tmp_path):
     assert np.array_equal(one.targets, other.targets)
     assert load_tokenizer(shards.tokenizer).chat == load_tokenizer(data.tokenizer).chat, "for tercet generate --chat"
     with pytest.raises(DataUsageError, match=r"started with source\.loss_on=assistant, now no source\.loss_on"):
-        prepare(data.model_copy(update={"loss_on": "all"}), tmp_path / "out", workers=1)
+        prepare(data.model_copy(update={"loss_on": "all"}), tmp_path / "out")
 
 
 def test_a_resumed_run_reads_the_same_conversations(config, assert_resumes):
@@ -226,12 +226,10 @@ def test_a_resumed_run_reads_the_same_conversations(config, assert_resumes):
     assert text.startswith("26 Jul 2024<|im_start|>"), "whatever the day is"
 
 
-def test_inspect_marks_what_is_masked_and_counts_special_strings(config, capsys):
+def test_inspect_marks_what_is_masked(config, capsys):
     user = {"role": "user", "content": "what is <|im_end|>?"}
     data = config([{"messages": [user, MESSAGES[4]]}], loss_on="assistant")
     assert commands.inspect(data, sequences=1) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert r"masked  <s><|im_start|>user\nwhat is <|im_end|>?<|im_end|>\n<|im_start|>assistant\n" in lines
     assert r"learned six<|im_end|>\n<|endoftext|>" in lines
-    counts = "jsonl: 1 strings of special tokens in the text (documents: 1): <|im_end|> 1; they become special tokens"
-    assert counts in lines

@@ -6,11 +6,8 @@ import json
 import os
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,16 +35,8 @@ def small_chunks(monkeypatch) -> None:
     monkeypatch.setattr("tercet.data.prepare.CHUNK_BYTES", 600)
 
 
-def test_the_shards_do_not_depend_on_the_number_of_workers(source, tmp_path, small_chunks):
-    for workers in (1, 2):
-        prepare(source, tmp_path / str(workers), workers=workers, shard_tokens=2000)
-    one, two = contents(tmp_path / "1"), contents(tmp_path / "2")
-    assert one == two
-    assert len([name for name in one if name.endswith("tokens.npy")]) > 5
-
-
 def test_a_token_outside_the_vocabulary_is_named(source, tmp_path):
-    prepare(source, tmp_path / "shards", workers=1)
+    prepare(source, tmp_path / "shards")
     path = next((tmp_path / "shards").glob("*.tokens.npy"))
     tokens = np.load(path).astype("<u4")
     tokens[len(tokens) // 2] = 4_000_000_000
@@ -66,7 +55,7 @@ def test_a_token_outside_the_vocabulary_is_named(source, tmp_path):
 
 def test_an_interrupted_preparation_continues_and_gives_the_same_bytes(source, tmp_path, small_chunks):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    prepare(source, straight, workers=1, shard_tokens=1500)
+    prepare(source, straight, shard_tokens=1500)
 
     import tercet.data.prepare as module
 
@@ -81,7 +70,7 @@ def test_an_interrupted_preparation_continues_and_gives_the_same_bytes(source, t
         if child == 0:
             try:
                 module.write_shard = slowly
-                prepare(source, broken, workers=1, shard_tokens=1500)
+                prepare(source, broken, shard_tokens=1500)
             finally:
                 os._exit(1)
         deadline = time.monotonic() + 30
@@ -92,37 +81,9 @@ def test_an_interrupted_preparation_continues_and_gives_the_same_bytes(source, t
         assert os.waitpid(child, 0)[1] == signal.SIGKILL, "killed, not finished"
         assert not (broken / "manifest.json").exists()
         (broken / "shard-00099.tokens.npy.partial").write_bytes(b"left by a killed process")
-    prepare(source, broken, workers=1, shard_tokens=1500)
+    prepare(source, broken, shard_tokens=1500)
     assert contents(broken) == contents(straight)
     verify_shards(broken)
-
-
-def is_running(process: str) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers through /proc")
-def test_workers_exit_when_a_preparation_is_killed(tmp_path):
-    code = """if True:
-        import sys, pathlib, tercet.data.prepare as module
-        from tercet.config.data import DataConfig
-        module.CHUNK_BYTES = 20000
-        module.prepare(DataConfig(), pathlib.Path(sys.argv[1]), workers=2, shard_tokens=1 << 16)
-    """
-    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")])
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "out" / "shard-00000.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-    parent.kill()
-    parent.wait()
-    assert len(children) >= 2
-    while any(map(is_running, children)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(is_running, children))
 
 
 def test_shards_of_another_tokenizer_are_rejected(shards, read, small_bpe):
@@ -131,7 +92,7 @@ def test_shards_of_another_tokenizer_are_rejected(shards, read, small_bpe):
 
 
 def test_shards_whose_documents_end_with_another_token_say_which(source, tmp_path, small_bpe, read):
-    prepare(source.model_copy(update={"tokenizer": str(small_bpe)}), tmp_path / "bpe", workers=1)
+    prepare(source.model_copy(update={"tokenizer": str(small_bpe)}), tmp_path / "bpe")
     other = next(token for token, id_ in json.loads(small_bpe.read_text())["model"]["vocab"].items() if id_ > 50)
     data = DataConfig(source="shards", path=str(tmp_path / "bpe"), tokenizer=str(small_bpe), eos_token=other)
     with pytest.raises(DataError, match=r"end with '(.*)', not with eos_token='.*': set data.eos_token to '\1'"):
@@ -140,7 +101,7 @@ def test_shards_whose_documents_end_with_another_token_say_which(source, tmp_pat
 
 def test_shards_accept_a_tokenizer_that_encodes_alike(source, tmp_path, small_bpe, read):
     out, other = tmp_path / "bpe", tmp_path / "other.json"
-    prepare(source.model_copy(update={"tokenizer": str(small_bpe)}), out, workers=1)
+    prepare(source.model_copy(update={"tokenizer": str(small_bpe)}), out)
     data = DataConfig(source="shards", path=str(out), tokenizer=str(other), seq_len=32)
     parts = json.loads(small_bpe.read_text())
     # as transformers saves it
@@ -160,7 +121,7 @@ def test_shards_accept_a_tokenizer_that_encodes_alike(source, tmp_path, small_bp
 
 def test_shards_include_their_tokenizer_and_decode_to_the_text(source, tmp_path, texts, small_bpe, read):
     out = tmp_path / "bpe"
-    prepare(source.model_copy(update={"tokenizer": str(small_bpe)}), out, workers=1)
+    prepare(source.model_copy(update={"tokenizer": str(small_bpe)}), out)
     from tercet.data.tokenizers import load_tokenizer
 
     data = DataConfig(
@@ -175,7 +136,7 @@ def test_shards_include_their_tokenizer_and_decode_to_the_text(source, tmp_path,
 
 def test_the_flags_that_prepare_prints_read_the_shards(source, tmp_path, small_bpe, capsys):
     out = tmp_path / "two words"
-    assert commands.prepare(source.model_copy(update={"tokenizer": str(small_bpe)}), out, workers=1) == 0
+    assert commands.prepare(source.model_copy(update={"tokenizer": str(small_bpe)}), out) == 0
     flags = shlex.split(capsys.readouterr().out.rpartition("use them with:")[2])
     assert main(["data", "inspect", *flags]) == 0
 
@@ -183,7 +144,7 @@ def test_the_flags_that_prepare_prints_read_the_shards(source, tmp_path, small_b
 def test_prompts_in_shards_do_not_count_in_the_loss(tmp_path, read):
     (tmp_path / "a.jsonl").write_text('{"q": "2+2=", "text": "four"}\n{"q": "1+1=", "text": "two"}\n')
     text = DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl"), prompt_field="q")
-    prepare(text, tmp_path / "out", workers=1)
+    prepare(text, tmp_path / "out")
     settings = {"seq_len": 17, "validation_fraction": 0, "exhaustion": "stop", "shuffle": False}
     data = DataConfig(source="shards", path=str(tmp_path / "out"), **settings)
     (batch,) = read(data, sequences=1)
@@ -194,7 +155,7 @@ def test_prompts_in_shards_do_not_count_in_the_loss(tmp_path, read):
 
 def test_a_damaged_or_missing_shard_is_named(source, tmp_path, small_chunks, read):
     out = tmp_path / "out"
-    prepare(source, out, workers=1, shard_tokens=3000)
+    prepare(source, out, shard_tokens=3000)
     data = DataConfig(source="shards", path=str(out), seq_len=16)
     path = out / "shard-00001.tokens.npy"
     good = path.read_bytes()
@@ -216,7 +177,7 @@ def test_an_incomplete_folder_is_rejected(source, tmp_path, read):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(source, out, workers=1, shard_tokens=100, report=stop)
+        prepare(source, out, shard_tokens=100, report=stop)
     (out / "manifest.json").unlink(missing_ok=True)
     with pytest.raises(DataError, match="was interrupted; run it again"):
         read(DataConfig(source="shards", path=str(out)), 1)
@@ -226,22 +187,22 @@ def test_an_incomplete_folder_is_rejected(source, tmp_path, read):
 
 def test_a_folder_started_with_another_source_names_the_difference(tmp_path, corpus):
     jsonl = DataConfig(source="jsonl", path=str(corpus["jsonl"]))
-    prepare(jsonl, tmp_path / "out", workers=1)
+    prepare(jsonl, tmp_path / "out")
     for changes, difference in (
         ({"path": (str(corpus["gz"]),)}, "other files (by name and size)"),
         ({"prompt_field": "n"}, "source.prompt_field=, now source.prompt_field=n"),
     ):
         with pytest.raises(DataUsageError) as caught:
-            prepare(jsonl.model_copy(update=changes), tmp_path / "out", workers=1)
+            prepare(jsonl.model_copy(update=changes), tmp_path / "out")
         assert f"was started with {difference}: choose another folder" in str(caught.value)
 
 
 def test_a_missing_key_of_a_plan_differs_from_none(source, tmp_path):
-    prepare(source, tmp_path, workers=1)
+    prepare(source, tmp_path)
     plan = json.loads((tmp_path / "prepare.json").read_text())
     (tmp_path / "prepare.json").write_text(json.dumps(plan | {"tokenizer": plan["tokenizer"] | {"new": None}}))
     with pytest.raises(DataUsageError, match=r"started with tokenizer\.new=None, now no tokenizer\.new"):
-        prepare(source, tmp_path, workers=1)
+        prepare(source, tmp_path)
 
 
 def test_a_preparation_stopped_by_a_bad_record_continues_with_skip(tmp_path, small_chunks):
@@ -251,14 +212,14 @@ def test_a_preparation_stopped_by_a_bad_record_continues_with_skip(tmp_path, sma
     lenient = strict.model_copy(update={"bad_records": "skip"})
     out, whole = tmp_path / "out", tmp_path / "whole"
     with pytest.raises(DataError, match=r"with --data\.bad_records skip"):
-        prepare(strict, out, workers=1, shard_tokens=100)
+        prepare(strict, out, shard_tokens=100)
     assert any(out.glob("shard-*.json"))
-    prepare(lenient, out, workers=1, shard_tokens=100)
-    prepare(lenient, whole, workers=1, shard_tokens=100)
+    prepare(lenient, out, shard_tokens=100)
+    prepare(lenient, whole, shard_tokens=100)
     for file in whole.iterdir():
         assert (out / file.name).read_bytes() == file.read_bytes(), file.name
     with pytest.raises(DataError, match="was started with bad_records=skip, now bad_records=error"):
-        prepare(strict, out, workers=1, shard_tokens=100)
+        prepare(strict, out, shard_tokens=100)
 
 
 def test_a_folder_with_other_files_is_rejected(source, tmp_path):
@@ -267,24 +228,24 @@ def test_a_folder_with_other_files_is_rejected(source, tmp_path):
     for name in ("a", "b", "c", "d"):
         (out / name).write_text("")
     with pytest.raises(DataUsageError, match="contains a, b, c and 1 more, but no shards"):
-        prepare(source, out, workers=1)
+        prepare(source, out)
     assert sorted(p.name for p in out.iterdir()) == ["a", "b", "c", "d"]
 
 
 def test_a_folder_can_only_be_prepared_by_one_process(source, tmp_path):
     def second(now):
         with pytest.raises(DataError, match="is being written by another process"):
-            prepare(source, tmp_path / "out", workers=1)
+            prepare(source, tmp_path / "out")
 
-    prepare(source, tmp_path / "out", workers=1, report=second)
+    prepare(source, tmp_path / "out", report=second)
 
 
 def test_a_bad_record_stops_the_preparation_or_is_counted_in_the_manifest(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\nbroken\n')
     data = DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl"))
     with pytest.raises(BadRecordError, match="record 2 of"):
-        prepare(data, tmp_path / "one", workers=1)
-    manifest = prepare(data.model_copy(update={"bad_records": "skip"}), tmp_path / "two", workers=1)
+        prepare(data, tmp_path / "one")
+    manifest = prepare(data.model_copy(update={"bad_records": "skip"}), tmp_path / "two")
     assert (manifest["documents"], manifest["skipped"]) == (1, 1)
     assert "record 2 of" in manifest["shards"][0]["bad_records"][0]
     assert json.loads((tmp_path / "two" / "manifest.json").read_text()) == manifest

@@ -89,7 +89,7 @@ def test_too_few_documents_hold_out_the_end_of_the_text(tmp_path, kind, files, r
     text = "".join(parts).encode()
     data = DataConfig(source="text", path=str(tmp_path / "corpus"), seq_len=64, validation_fraction=0.03, shuffle=False)
     if kind == "shards":
-        prepare(data, tmp_path / "shards", workers=1)
+        prepare(data, tmp_path / "shards")
         data = data.model_copy(update={"source": "shards", "path": (str(tmp_path / "shards"),)})
     stop = data.model_copy(update={"exhaustion": "stop"})
     train, held_out = (
@@ -110,7 +110,7 @@ def test_too_little_text_to_hold_out_its_end_is_called_so(tmp_path, kind, total,
     (tmp_path / "a.txt").write_text("x" * 34)
     data = DataConfig(source="text", path=str(tmp_path / "a.txt"), seq_len=64, exhaustion="stop")
     if kind == "shards":
-        prepare(data, tmp_path / "shards", workers=1)
+        prepare(data, tmp_path / "shards")
         data = data.model_copy(update={"source": "shards", "path": (str(tmp_path / "shards"),)})
     with pytest.raises(DataError, match=rf"the last 0 of {total} .* below the minimum of 16"):
         read(data, split="validation")

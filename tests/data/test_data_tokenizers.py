@@ -55,7 +55,7 @@ def test_a_tokenizer_that_loses_text_is_refused_unless_the_loss_is_accepted(two_
     with pytest.raises(DataError, match=message):
         read(data, 1)
     with pytest.raises(DataError, match=message):
-        prepare(data, tmp_path / "shards", workers=1)
+        prepare(data, tmp_path / "shards")
     assert read(data.model_copy(update={"max_lost_text": 1.0}), 1)
 
 
@@ -67,9 +67,9 @@ def test_training_excludes_validation_documents_and_is_repeatable(tmp_path, corp
     from tercet.data.prepare import _texts
 
     fraction = DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl"), validation_fraction=0.3)
-    seen = set(_texts(fraction, 1 << 20, 0))
+    seen = set(_texts(fraction, 1 << 20))
     assert 150 < len(seen) < 260
-    everything = set(_texts(fraction.model_copy(update={"validation_fraction": 0.0}), 1 << 20, 0))
+    everything = set(_texts(fraction.model_copy(update={"validation_fraction": 0.0}), 1 << 20))
     assert seen < everything
     assert len(everything) == 300
 

@@ -49,8 +49,6 @@ def test_own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
             continue
         assert program == "tercet"
         words = [{"400": "3", "600": "4", "100": "10"}.get(word, word) for word in arguments]
-        if words[:2] == ["data", "prepare"]:
-            words += ["--workers=1"]
         if words[:2] == ["train", "--preset"]:
             words += [*FASTER, "--train.sample_tokens=2", "--data.shuffle_sequences=0"]
         assert cli.main(words) == 0, capsys.readouterr().err

@@ -149,7 +149,7 @@ def test_all_of_ones_own_text_is_measured_whatever_its_format(stored, tmp_path, 
         (tmp_path / "folder" / f"{i}.txt").write_text(text)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
     pq.write_table(pa.table({"body": texts}), tmp_path / "a.parquet")
-    prepare(DataConfig(source="text", path=str(tmp_path / "folder")), tmp_path / "shards", workers=1)
+    prepare(DataConfig(source="text", path=str(tmp_path / "folder")), tmp_path / "shards")
     records = []
     for name in ("folder", "a.jsonl", "a.parquet", "shards"):
         field = ["--text-field", "body"] if name.startswith("a.") else []
@@ -201,7 +201,7 @@ def test_shards_of_another_tokenizer_are_refused_with_a_fix_that_evaluations_hav
     (tmp_path / "text.txt").write_text("".join(f"line number {i}\n" for i in range(800)))
     text = DataConfig(source="text", path=str(tmp_path / "text.txt"))
     train_bpe(text, bpe := tmp_path / "tokenizer.json", vocab_size=300)
-    prepare(text.model_copy(update={"tokenizer": str(bpe)}), shards := tmp_path / "shards", workers=1)
+    prepare(text.model_copy(update={"tokenizer": str(bpe)}), shards := tmp_path / "shards")
     write_config(language_model(data__source="shards", data__path=str(shards)).run, {}, tmp_path)
     (tmp_path / "model.safetensors").symlink_to(stored / "model.safetensors")
     assert main(["eval", "perplexity", str(tmp_path), "--data-of", str(tmp_path), "--device", "cpu"]) == 2

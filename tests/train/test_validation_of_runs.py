@@ -88,7 +88,7 @@ def test_data_with_only_bad_records_is_called_so(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"text: every record .* as bad \(1, the first: .*bin.txt: is not UTF-8"):
         train_small(tmp_path / "run", **VALIDATES, **data)
     with pytest.raises(DataError, match=r"1 bad records skipped, .*: is not UTF-8 \([^:]*\)\): there is nothing"):
-        prepare(small(**data).data, tmp_path / "shards", workers=1)
+        prepare(small(**data).data, tmp_path / "shards")
 
 
 def test_checking_validation_data_reads_few_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 A cell is a kind of attention, a batch size and a length. It trains the model for a few intervals with the trainer's own
 step: forward, loss, backward, gradient norm, clipping, fused AdamW, non-finite guard, compiled blocks. Tokens are
-random and stay on the device; `tercet data bench` measures the loader.
+random and stay on the device.
 
 Checks come first: the kernels of each kind against the reference, each compiled model's first loss against its
 uncompiled loss (up to 2^18 tokens; a longer cell reports that its loss was not checked), and the loss of each sparse

@@ -5,11 +5,7 @@ torch is imported late, so that --help is fast.
 
 from __future__ import annotations
 
-import json
-import platform
-import re
 import time
-from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -18,23 +14,21 @@ from typing import Literal
 
 import numpy as np
 
-from tercet.config.data import DataConfig, MixturePart, SourceConfig
-from tercet.data.files import Record
+from tercet.config.data import DataConfig
 from tercet.data.packing import IGNORE, BatchLayout, PackedBatch, pack
-from tercet.data.prepare import Progress, train_bpe
 from tercet.data.prepare import prepare as prepare_shards
+from tercet.data.prepare import train_bpe
 from tercet.data.shards import read_manifest, verify_shards
-from tercet.data.sources import open_stream, record_source
+from tercet.data.sources import open_stream
 from tercet.data.stream import DataUsageError, Split
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
 from tercet.terminal import printable
 
 WIDTH = 96  # of a shortened text
 MOST_PARTS = 24  # of a document, learned or masked
-SCANNED_BYTES = 16 << 20  # of text, for strings of special tokens
 
 
-def prepare(data: DataConfig, out: Path, workers: int = 0, shard_tokens: int = 1 << 26) -> int:
+def prepare(data: DataConfig, out: Path, shard_tokens: int = 1 << 26) -> int:
     """Tokenize a source once into memory-mapped shards, to be read with --data.source shards --data.path OUT.
 
     Run an interrupted preparation again with the same arguments to continue after the last finished shard.
@@ -42,19 +36,19 @@ def prepare(data: DataConfig, out: Path, workers: int = 0, shard_tokens: int = 1
     Args:
         data: What to read, and the tokenizer.
         out: Output folder for the shards, a manifest with checksums, and the tokenizer.
-        workers: Tokenizing processes; 0: one per core. The shards do not depend on it.
         shard_tokens: Tokens per shard.
     """
+    begin = time.perf_counter()
 
-    def print_progress(now: Progress) -> None:
-        speed = f", {now.tokens / now.seconds:,.0f} tokens/s" if now.seconds > 1 else ""
+    def print_progress(now: dict[str, int]) -> None:
         print(
-            f"{now.shards} shard{'s' * (now.shards != 1)}, {now.documents:,} documents, {now.tokens:,} tokens, "
-            f"{now.skipped} skipped, {now.left_out} empty, {now.seconds:.0f} s{speed}",
+            f"{now['shards']} shard{'s' * (now['shards'] != 1)}, {now['documents']:,} documents, "
+            f"{now['tokens']:,} tokens, {now['skipped']} skipped, {now['left_out']} empty, "
+            f"{time.perf_counter() - begin:.0f} s",
             flush=True,
         )
 
-    manifest = prepare_shards(data, out, workers=workers, shard_tokens=shard_tokens, report=print_progress)
+    manifest = prepare_shards(data, out, shard_tokens=shard_tokens, report=print_progress)
     tokenizer = "byte" if manifest["tokenizer"]["name"] == "byte" else out / "tokenizer.json"
     path = quote(str(out))
     flags = f"--data.source shards --data.path {path} --data.tokenizer {quote(str(tokenizer))}"
@@ -67,12 +61,7 @@ def prepare(data: DataConfig, out: Path, workers: int = 0, shard_tokens: int = 1
 
 
 def train_tokenizer(
-    data: DataConfig,
-    out: Path,
-    vocab_size: int = 8192,
-    max_bytes: int = 1 << 30,
-    seed: int = 0,
-    force: bool = False,
+    data: DataConfig, out: Path, vocab_size: int = 8192, max_bytes: int = 1 << 30, force: bool = False
 ) -> int:
     """Train a byte-level BPE tokenizer on the training documents of a text source.
 
@@ -81,10 +70,9 @@ def train_tokenizer(
         out: The tokenizer.json to write.
         vocab_size: Vocabulary size, including the 256 bytes and EOS.
         max_bytes: Maximum amount of text to read.
-        seed: Seed of the document order; matters if there is more text than max_bytes.
         force: Overwrite an existing file.
     """
-    tokenizer = train_bpe(data, out, vocab_size=vocab_size, max_bytes=max_bytes, seed=seed, force=force)
+    tokenizer = train_bpe(data, out, vocab_size=vocab_size, max_bytes=max_bytes, force=force)
     option = f"--data.tokenizer {quote(str(out))}"
     print(f"{out}: {tokenizer.vocab_size} tokens, EOS {tokenizer.eos_id}; use it with: {option}")
     return 0
@@ -112,47 +100,6 @@ def inspect(
     return 0
 
 
-def bench(
-    data: DataConfig, seconds: float = 5.0, batch_sequences: int = 32, world_size: int = 1, seed: int = 1337
-) -> int:
-    """Measure loader throughput without a model. The last line is JSON.
-
-    Args:
-        data: What to read.
-        seconds: How long to measure.
-        batch_sequences: Sequences per batch, over all ranks.
-        world_size: Read as rank 0 of this many ranks.
-        seed: Seed of the document order, as run.seed.
-    """
-    from tercet.data.loader import build_loader
-
-    begin = time.perf_counter()
-    with build_loader(data, seed=seed, batch_sequences=batch_sequences, world_size=world_size) as loader:
-        batch = next(loader)
-        started, started_busy = time.perf_counter(), time.process_time()
-        first = batch.stats.tokens
-        while time.perf_counter() - started < seconds and (following := next(loader, None)) is not None:
-            batch = following
-        elapsed, busy = time.perf_counter() - started, time.process_time() - started_busy
-    tokens = batch.stats.tokens - first
-    source = data.source if data.source != "synthetic" else f"synthetic/{data.synthetic.task}"
-    speed, per_core, opened = tokens / elapsed, tokens / busy, round(started - begin, 3)
-    print(
-        f"{source}, {data.tokenizer}: {speed:,.0f} tokens/s, {per_core:,.0f} tokens per CPU second "
-        f"(first batch after {opened} s)"
-    )
-    measured = {
-        "source": source, "tokenizer": data.tokenizer, "seq_len": data.seq_len, "batch_sequences": batch_sequences,
-        "world_size": world_size, "first_batch_seconds": opened, "tokens": tokens,  # over all ranks
-        "seconds": round(elapsed, 3),  # without the first batch
-        "tokens_per_second": round(speed, 1),
-        "tokens_per_core_second": round(per_core, 1),  # of CPU time, all threads; steadier on a busy machine
-        "documents": batch.stats.documents, "epoch": batch.stats.epoch, "machine": platform.machine(),
-    }  # fmt: skip
-    print(json.dumps(measured))
-    return 0
-
-
 def describe(data: DataConfig, *, split: Split, sequences: int, seed: int) -> Iterator[str]:
     """Lines about the first sequences: each document with its length and its first and last characters."""
     if sequences < 1:
@@ -166,8 +113,6 @@ def describe(data: DataConfig, *, split: Split, sequences: int, seed: int) -> It
     yield f"source {data.source}, split {split}, seed {seed}"
     yield f"tokenizer {tokenizer.name}: {tokenizer.vocab_size} tokens, EOS {tokenizer.eos_id}"
     yield from stream.notes.held_out
-    for part in data.mixture or (data,):
-        yield from _special_strings(part, tokenizer)
     packing = BatchLayout(data.seq_len, sequences, 0, sequences, data.packing == "whole", tokenizer.eos_id)
     batches = pack(stream, packing)
     packed = next(batches, None)
@@ -230,32 +175,3 @@ def _segments(packed: PackedBatch, tokenizer: Tokenizer, seq_len: int) -> Iterat
 def _shorten(text: str) -> str:
     text = repr(text)[1:-1]
     return text if len(text) <= WIDTH else f"{text[: WIDTH // 2]} … {text[-WIDTH // 2 :]}"
-
-
-def _special_strings(part: SourceConfig, tokenizer: Tokenizer) -> Iterator[str]:
-    """How often the texts of a source hold the string of a special token."""
-    if not tokenizer.special_strings or part.source in ("synthetic", "shards"):
-        return
-    # the longest first: <|im_start|>x may be one, too
-    strings = sorted(tokenizer.special_strings, key=len, reverse=True)
-    pattern = re.compile(b"|".join(re.escape(string.encode()) for string in strings))
-    counts: Counter[str] = Counter()
-    documents = size = 0
-    chats = False
-    records = record_source(part, None, tokenizer).open(0, None)
-    for record in records:
-        if isinstance(record, Record):
-            documents, chats = documents + 1, chats or record.learned is not None
-            text = (record.prompt or b"") + (record.messages or record.text)
-            counts.update(match.decode() for match in pattern.findall(text))
-            size += len(text)
-            if size >= SCANNED_BYTES:
-                break
-    name = part.name if isinstance(part, MixturePart) and part.name else part.source
-    read = f"the first {documents:,} documents" if size >= SCANNED_BYTES else f"documents: {documents:,}"
-    listed = ", ".join(f"{string} {count:,}" for string, count in counts.most_common(5))
-    become = "special tokens" if part.special_tokens or chats else "plain text, or tokens with data.special_tokens"
-    yield (
-        f"{name}: {counts.total():,} strings of special tokens in the text ({read})"
-        + (f": {listed}; they become {become}" if counts else "")
-    )

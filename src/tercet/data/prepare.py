@@ -1,38 +1,29 @@
 """`tercet data prepare`: tokenize a text source once into a folder of shards; and `tercet data train-tokenizer`.
 
-This process reads records in order, worker processes tokenize them, and this process writes. The shards are therefore
-byte-identical for any number of workers and after any interruption: each finished shard stores the position of the next
-record, where the next run continues.
+Records are read in order, and the tokenizer's threads use all cores. The shards are byte-identical after any
+interruption: each finished shard stores the position of the next record, where the next run continues.
 """
 
 from __future__ import annotations
 
 import fcntl
-import multiprocessing
-import os
 import sys
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from tercet.atomic_io import check_writable, check_writable_folder
 from tercet.config.data import DataConfig
 from tercet.config.keys import flatten_table
-from tercet.data.files import Record, pieces
+from tercet.data.files import pieces
 from tercet.data.shards import DOCUMENT, FORMAT, MANIFEST, read_json, read_manifest, write_json, write_shard
 from tercet.data.sources import (
     BAD_RECORDS_KEPT,
     RecordBlock,
-    RecordIterator,
     ValidationSplit,
     encode_records,
     encoding_facts,
@@ -41,27 +32,13 @@ from tercet.data.sources import (
     record_source,
 )
 from tercet.data.stream import BadRecordError, DataError, DataUsageError
-from tercet.data.tokenizers import CHECKED_DOCUMENTS, LibraryTokenizer, Tokenizer, check_round_trip, load_tokenizer
+from tercet.data.tokenizers import CHECKED_DOCUMENTS, LibraryTokenizer, check_round_trip, load_tokenizer
 from tercet.errors import first_few
 
 PLAN = "prepare.json"
 LOCK = ".lock"
-CHUNK_BYTES = 1 << 20  # text per work item
-MAX_IN_FLIGHT = 128 << 20  # text of all work items
+CHUNK_BYTES = 1 << 20  # text that is tokenized at once
 PREPARABLE = ("python-source", "text", "jsonl", "parquet", "fineweb-edu")
-
-
-class Progress(NamedTuple):
-    """What is on disk after a shard is written."""
-
-    documents: int
-    tokens: int
-    skipped: int
-    left_out: int
-    shards: int
-    seconds: float
-
-
 COUNTED = ("documents", "tokens", "skipped", "left_out")  # summed over the shards
 
 # Tokens of each document, which of them count in the loss (None: all), and its hash.
@@ -89,20 +66,14 @@ class _Shard:
 
 
 def prepare(
-    data: DataConfig,
-    out: Path,
-    *,
-    workers: int = 0,
-    shard_tokens: int = 1 << 26,
-    report: Callable[[Progress], None] | None = None,
+    data: DataConfig, out: Path, *, shard_tokens: int = 1 << 26, report: Callable[[dict[str, int]], None] | None = None
 ) -> dict[str, Any]:
     """Write the documents of `data` as shards to `out`, continuing an interrupted run. Returns the manifest.
 
-    workers: tokenizing processes; 0: one per core. Documents of both splits are written, in the order of the sorted
-    files; split and shuffling are applied when the shards are read.
+    Documents of both splits are written, in the order of the sorted files; split and shuffling are applied when the
+    shards are read. report: gets the totals after each shard.
     """
-    _check_arguments(data, workers, shard_tokens)
-    workers = workers or os.cpu_count() or 1
+    _check_arguments(data, shard_tokens)
     tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
     records = record_source(data, None, tokenizer)
     _make_folder(out)
@@ -125,38 +96,36 @@ def prepare(
             for name, text in tokenizer.files.items():
                 (out / name).write_text(text, encoding="utf-8")
         entries = _finished_shards(out)
-        begin = time.perf_counter()
-        position = entries[-1]["place"] if entries else None
-        chunks = _chunks(records.open(0, position), tokenizer, skip_bad=data.bad_records == "skip")
+        reading = records.open(0, entries[-1]["place"] if entries else None)
         masks = bool(data.prompt_field) or data.loss_on != "all"
-        shard = _Shard()
-        with closing(_tokenize(chunks, tokenizer, data, workers)) as tokenized:
-            for chunk, encoded in tokenized:
-                if not (entries or shard.documents):
-                    texts = [record.text for record in chunk.records[:CHECKED_DOCUMENTS]]
-                    check_round_trip(tokenizer, texts, data.max_lost_text)
-                shard.add(chunk, encoded)
-                if shard.tokens >= shard_tokens:
-                    entries.append(_write_shard(out, len(entries), shard, tokenizer.dtype, masks))
-                    shard = _Shard()
-                    if report:
-                        report(_progress(entries, time.perf_counter() - begin))
-        if not entries or shard.documents or shard.skipped or shard.left_out:
-            entries.append(_write_shard(out, len(entries), shard, tokenizer.dtype, masks))
-        counts = _progress(entries, time.perf_counter() - begin)
-        if not counts.documents:
+        shard, last = _Shard(), False
+        while not last:
+            chunk = read_block(reading, tokenizer, None, CHUNK_BYTES, skip_bad=data.bad_records == "skip")
+            if not (entries or shard.documents):
+                texts = [record.text for record in chunk.records[:CHECKED_DOCUMENTS]]
+                check_round_trip(tokenizer, texts, data.max_lost_text)
+            encoded = encode_records(tokenizer, chunk.records, data.special_tokens)
+            hashes = map(record_hash, chunk.records)
+            shard.add(chunk, [(*document, digest) for document, digest in zip(encoded, hashes, strict=True)])
+            last = chunk.last
+            any_left = not entries or shard.documents or shard.skipped or shard.left_out
+            if shard.tokens >= shard_tokens or (last and any_left):
+                entries.append(_write_shard(out, len(entries), shard, tokenizer.dtype, masks))
+                shard = _Shard()
+                if report:
+                    report(_totals(entries))
+        totals = _totals(entries)
+        if not totals["documents"]:
             bad = [message for entry in entries for message in entry["bad_records"]]
-            skipped = f" ({counts.skipped:,} bad records skipped, the first: {bad[0]})" if bad else ""
+            skipped = f" ({totals['skipped']:,} bad records skipped, the first: {bad[0]})" if bad else ""
             raise DataError(f"source={data.source} has no documents{skipped}: there is nothing to prepare")
         shards = [{k: v for k, v in entry.items() if k != "place"} for entry in entries]
-        manifest = {**plan, **{name: getattr(counts, name) for name in COUNTED}, "shards": shards}
+        manifest = {**plan, **{name: totals[name] for name in COUNTED}, "shards": shards}
         write_json(out / MANIFEST, manifest)
-        if report:
-            report(counts)
     return manifest
 
 
-def _check_arguments(data: DataConfig, workers: int, shard_tokens: int) -> None:
+def _check_arguments(data: DataConfig, shard_tokens: int) -> None:
     if data.source not in PREPARABLE:
         raise DataUsageError(f"source={data.source} cannot be prepared: use one of {', '.join(PREPARABLE)}")
     if data.retrieval:
@@ -165,8 +134,6 @@ def _check_arguments(data: DataConfig, workers: int, shard_tokens: int) -> None:
         )
     if shard_tokens < 1:
         raise DataUsageError(f"shard_tokens={shard_tokens} is below 1: use a positive number, such as 67108864")
-    if workers < 0:
-        raise DataUsageError(f"workers={workers} is below 0: use a positive number, or 0 for one per core")
 
 
 def _write_shard(out: Path, number: int, shard: _Shard, dtype: np.dtype, masks: bool) -> dict[str, Any]:
@@ -182,78 +149,6 @@ def _write_shard(out: Path, number: int, shard: _Shard, dtype: np.dtype, masks: 
         "skipped": shard.skipped, "bad_records": shard.bad, "left_out": shard.left_out, "place": shard.position,
     }  # fmt: skip
     return write_shard(out, f"shard-{number:05d}", tokens, documents, loss, facts)
-
-
-def _tokenize(
-    chunks: Iterator[RecordBlock], tokenizer: Tokenizer, data: DataConfig, workers: int
-) -> Generator[tuple[RecordBlock, Encoded], None, None]:
-    """Chunks in their order with their encoded documents. One worker: this process itself."""
-    if workers == 1:
-        for chunk in chunks:
-            yield chunk, _encode(tokenizer, chunk.records, data.special_tokens)
-        return
-    # Spawn, not fork: the tokenizer library has threads, which do not survive a fork.
-    pool = ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(data.tokenizer, data.eos_token),
-    )
-    in_flight: deque[tuple[RecordBlock, Future[Encoded]]] = deque()
-    waiting = 0  # bytes of text in flight: a chunk may be one long document
-    try:
-        for chunk in chunks:
-            in_flight.append((chunk, pool.submit(_encode, None, chunk.records, data.special_tokens)))
-            waiting += chunk.size
-            while len(in_flight) > 3 * workers or (waiting > MAX_IN_FLIGHT and in_flight):
-                first, future = in_flight.popleft()
-                yield first, future.result()
-                waiting -= first.size
-        while in_flight:
-            first, future = in_flight.popleft()
-            yield first, future.result()
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a tokenizing process died (killed, or out of memory): run the same command again to continue after the "
-            "last finished shard, with fewer --workers if memory ran out"
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-_worker_tokenizer: Tokenizer | None = None
-
-
-def _start_worker(spec: str, eos_token: str) -> None:
-    global _worker_tokenizer
-    # Parallelism comes from the processes; threads in each would compete for the cores.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker_tokenizer = load_tokenizer(spec, eos_token)
-    # A worker holds both ends of its queue, so it would wait forever for work from a killed parent.
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _encode(tokenizer: Tokenizer | None, records: list[Record], specials: bool) -> Encoded:
-    """tokenizer: None in a worker process, which has its own."""
-    tokenizer = tokenizer or _worker_tokenizer
-    assert tokenizer is not None
-    encoded = encode_records(tokenizer, records, specials)
-    return [(*document, record_hash(record)) for document, record in zip(encoded, records, strict=True)]
-
-
-def _chunks(source: RecordIterator, tokenizer: Tokenizer, *, skip_bad: bool) -> Iterator[RecordBlock]:
-    last = False
-    while not last:
-        chunk = read_block(source, tokenizer, None, CHUNK_BYTES, skip_bad=skip_bad)
-        yield chunk
-        last = chunk.last
 
 
 def _make_folder(out: Path) -> None:
@@ -307,9 +202,8 @@ def _finished_shards(out: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _progress(entries: list[dict[str, Any]], seconds: float) -> Progress:
-    sums = {name: sum(entry[name] for entry in entries) for name in COUNTED}
-    return Progress(shards=len(entries), seconds=seconds, **sums)
+def _totals(entries: list[dict[str, Any]]) -> dict[str, int]:
+    return {name: sum(entry[name] for entry in entries) for name in COUNTED} | {"shards": len(entries)}
 
 
 EOS = "<|endoftext|>"
@@ -317,19 +211,18 @@ MIN_VOCAB = 256 + 1  # all bytes and EOS
 
 
 def train_bpe(
-    data: DataConfig, out: Path, *, vocab_size: int, max_bytes: int = 1 << 30, seed: int = 0, force: bool = False
+    data: DataConfig, out: Path, *, vocab_size: int, max_bytes: int = 1 << 30, force: bool = False
 ) -> LibraryTokenizer:
     """Write a tokenizer.json with `vocab_size` tokens, including EOS (`<|endoftext|>`, token 0) and all 256 bytes.
 
-    Reads at most `max_bytes` of text, in an order given by `seed`, without validation documents. Overwrites an
-    existing file, which models may depend on, only with `force`.
+    Reads at most `max_bytes` of text, in random order, without validation documents. Overwrites an existing file,
+    which models may depend on, only with `force`.
     """
     if out.exists() and not force:
         raise DataUsageError(f"out={out} exists: choose another file, or overwrite it with --force")
-    if data.source in ("synthetic", "shards", "mixture"):
+    if data.source not in PREPARABLE:
         raise DataUsageError(
-            f"source={data.source} has no text to train a tokenizer on: "
-            "use python-source, text, jsonl, parquet or fineweb-edu"
+            f"source={data.source} has no text to train a tokenizer on: use one of {', '.join(PREPARABLE)}"
         )
     if vocab_size < MIN_VOCAB:
         raise DataUsageError(f"vocab_size={vocab_size} is below {MIN_VOCAB}: it must cover all 256 bytes and EOS")
@@ -347,7 +240,7 @@ def train_bpe(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    library.train_from_iterator(_texts(data, max_bytes, seed), trainer)
+    library.train_from_iterator(_texts(data, max_bytes), trainer)
     if library.get_vocab_size() < vocab_size:
         raise DataUsageError(
             f"vocab_size={vocab_size} is too large for this text, which gives {library.get_vocab_size()} tokens: "
@@ -361,8 +254,8 @@ def train_bpe(
     return tokenizer
 
 
-def _texts(data: DataConfig, max_bytes: int, seed: int) -> Iterator[str]:
-    source, size = record_source(data, seed), 0
+def _texts(data: DataConfig, max_bytes: int) -> Iterator[str]:
+    source, size = record_source(data, 0), 0
     bad, first = 0, ""
     split = ValidationSplit(source, data.validation_fraction)
     for record in source.open(0, None):
