@@ -79,21 +79,6 @@ def test_masked_tokens_are_inputs_but_not_targets():
     assert batch.targets.tolist() == [IGNORE, 7, IGNORE, EOS, IGNORE]
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_packing_resumes_after_every_batch(whole):
-    rng = np.random.default_rng(0)
-    documents = [[*rng.integers(1, 99, rng.integers(0, 30)).tolist(), EOS] for _ in range(40)]
-    stream = ListStream(documents)
-    straight = list(pack(stream, packing(7, 2, whole=whole)))
-    for k, batch in enumerate(straight):
-        rest = list(pack(stream, packing(7, 2, whole=whole), batch.state))
-        assert len(rest) == len(straight) - k - 1
-        for a, b in zip(rest, straight[k + 1 :], strict=True):
-            assert np.array_equal(a.tokens, b.tokens)
-            assert np.array_equal(a.targets, b.targets)
-            assert a.stats == b.stats
-
-
 @pytest.mark.parametrize("left", [[], [[1, EOS]], [[1, 2, 3, EOS]]])
 def test_a_cursor_past_the_end_of_its_document_is_refused(left):
     state = next(pack(ListStream([[*range(1, 20), EOS]]), packing(4, 1))).state

@@ -129,17 +129,6 @@ def test_a_slow_batch_gets_a_grace_period_after_the_stop_request(monkeypatch):
     prefetcher.close()
 
 
-def test_time_spent_waiting_is_measured():
-    def slow():
-        for i in range(3):
-            time.sleep(0.05)
-            yield i
-
-    prefetcher = Prefetcher(slow(), depth=2)
-    assert list(prefetcher) == [0, 1, 2]
-    assert 0.1 < prefetcher.wait_seconds < 5
-
-
 @pytest.mark.gpu
 def test_batches_are_pinned_if_the_process_uses_a_gpu(read):
     import torch

@@ -65,10 +65,6 @@ def test_resuming_after_any_batch_is_exact(kind, lessons, assert_resumes):
     assert assert_resumes(lessons[kind], 24, sequences=3)[-1].stats.exercises > 12
 
 
-def test_ranks_together_read_what_one_rank_reads(lessons, assert_ranks_share):
-    assert_ranks_share(lessons["jsonl"], 2)
-
-
 def test_all_text_is_read_once_and_in_order(lessons, read):
     plain = lessons["jsonl"].model_copy(update={"retrieval": 0.0, "exhaustion": "stop"})
     text = [t for t in np.concatenate([b.tokens.flatten() for b in read(plain)]).tolist() if t]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
 from tercet.config.data import DataConfig
-from tercet.data.files import python_files
 from tercet.data.loader import build_loader
-from tercet.data.stream import BadRecordError, DataError
+from tercet.data.paths import python_files
+from tercet.data.stream import DataError
 
 
 def test_shards_are_one_folder(shards, read):
@@ -48,36 +47,58 @@ def test_a_fineweb_folder_gives_the_texts_of_its_parquet_files(configs, read, do
     assert sorted(d.decode() for d in documents_of(read(data))) == sorted(texts)
 
 
-def test_fineweb_bad_rows_and_broken_files_are_named(tmp_path, read):
-    pq.write_table(pa.table({"text": ["one", None, "three"]}), tmp_path / "a.parquet")
-    data = DataConfig(
-        source="fineweb-edu", path=str(tmp_path), seq_len=8, validation_fraction=0, exhaustion="stop", shuffle=False
-    )
-    with pytest.raises(BadRecordError, match=r"record 2 of .*a.parquet.*: its text is NoneType"):
-        read(data)
-    assert read(data.model_copy(update={"bad_records": "skip"}))[-1].stats.skipped == 1
-    (tmp_path / "a.parquet").write_bytes(b"PAR1 nonsense PAR1")
-    with pytest.raises(DataError, match=r"stream over 1 files .*a.parquet .*failed after record 0"):
-        read(data)
-
-
-def test_hub_files_are_pinned_to_a_commit(monkeypatch):
+@pytest.fixture
+def hub(monkeypatch, corpus):
+    """A hub with the corpus's files as sample/10BT; returns the URLs that are read."""
     import huggingface_hub
 
-    from tercet.data.hub import hub_records
+    names = ["README.md", *(f"sample/10BT/{n:03d}_00000.parquet" for n in (2, 1, 0)), "data/CC/x.parquet"]
+    opened = []
 
-    names = ["README.md", "sample/10BT/001.parquet", "sample/10BT/000.parquet", "data/CC/x.parquet"]
+    class FileSystem:
+        def open(self, url, mode, block_size):
+            opened.append(url)
+            return open(corpus["fineweb"] / url.rpartition("/")[2], mode)
 
     def info(self, dataset, revision, timeout):
         return SimpleNamespace(sha="abc123", siblings=[SimpleNamespace(rfilename=name) for name in names])
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", info)
-    records = hub_records("HuggingFaceFW/fineweb-edu", "sample/10BT", "main", "text", None)
+    monkeypatch.setattr(huggingface_hub, "HfFileSystem", FileSystem)
+    return opened
+
+
+def test_a_dataset_of_the_hub_is_read_at_a_pinned_commit(hub, configs, read, assert_resumes):
+    data = configs["fineweb"].model_copy(update={"path": ()})
+    batches = assert_resumes(data, 40, every=8)
+    assert {batch.state["identity"]["revision"] for batch in batches} == {"abc123"}
     root = "hf://datasets/HuggingFaceFW/fineweb-edu@abc123/sample/10BT"
-    assert records._urls == [f"{root}/000.parquet", f"{root}/001.parquet"]
-    assert records.identity()["revision"] == "abc123"
+    assert set(hub) == {f"{root}/{n:03d}_00000.parquet" for n in range(3)}
+    local = read(configs["fineweb"], 40, sequences=8)
+    assert all(one.tokens.equal(other.tokens) for one, other in zip(batches, local, strict=True))
     with pytest.raises(DataError, match=r"hub_folder='sample/1BT': pick one of data/CC, sample/10BT"):
-        hub_records("HuggingFaceFW/fineweb-edu", "sample/1BT", "main", "text", None)
+        read(data.model_copy(update={"hub_folder": "sample/1BT"}), 1)
+
+
+@pytest.mark.parametrize("error", [ConnectionError("reset by peer"), ValueError("bad answer")])
+def test_a_hub_that_stops_answering_is_an_error_and_no_bad_record(error, hub, configs, monkeypatch, corpus, read):
+    class Failing(io.FileIO):
+        def read(self, size=-1):
+            if self.tell() < 2000:
+                raise error
+            return super().read(size)
+
+    import huggingface_hub
+
+    def fail(self, url, mode, block_size):
+        return Failing(corpus["fineweb"] / url.rpartition("/")[2])
+
+    monkeypatch.setattr(huggingface_hub.HfFileSystem, "open", fail)
+    data = configs["fineweb"].model_copy(update={"path": (), "bad_records": "skip"})
+    with pytest.raises(
+        DataError, match=rf"parquet cannot be read \({type(error).__name__}: {error}\): .*--resume auto"
+    ):
+        read(data)
 
 
 def test_a_mixture_keeps_its_token_shares_from_the_start(tmp_path, read):
@@ -138,21 +159,6 @@ def test_a_mixture_with_exhaustion_stop_ends_with_its_first_part(configs, read):
 def test_contradictory_settings_are_rejected(values, message):
     with pytest.raises(ValidationError, match=message):
         DataConfig(**values)
-
-
-def test_the_data_commands_work(corpus, tmp_path, capsys):
-    from tercet.data import commands
-
-    data = DataConfig(source="text", path=str(corpus["text"]), seq_len=128)
-    assert commands.prepare(data, tmp_path / "shards") == 0
-    assert f"--data.source shards --data.path {tmp_path / 'shards'} --data.tokenizer byte" in capsys.readouterr().out
-    assert commands.train_tokenizer(data, tmp_path / "t.json", vocab_size=280) == 0
-    assert "280 tokens, EOS 0" in capsys.readouterr().out
-    shards = DataConfig(source="shards", path=str(tmp_path / "shards"), seq_len=128)
-    assert commands.inspect(shards, sequences=2, verify=True) == 0
-    shown = capsys.readouterr().out
-    assert "all checksums match" in shown
-    assert "sequence 1" in shown
 
 
 def test_one_core_loads_millions_of_tokens_per_second():

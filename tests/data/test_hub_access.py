@@ -9,9 +9,7 @@ import huggingface_hub
 import pytest
 
 from tercet import cli
-from tercet.data.hub import hub_records
-from tercet.data.stream import DataError
-from tercet.data.tokenizers import REQUEST_SECONDS, fetch_model_file
+from tercet.data.hub import REQUEST_SECONDS, fetch_model_file
 
 RETRY = "Retrying in 1s [Retry 1/5]."
 UNREACHABLE = "[Errno -2] Name or service not known\n\nand a paragraph about proxies"
@@ -57,23 +55,6 @@ def test_without_network_a_command_prints_one_line_after_one_request(offline, ca
     assert err.count("\n") == 1
     assert len(offline) == 1
     assert offline[0][1] == REQUEST_SECONDS
-
-
-def test_a_stream_that_cannot_be_opened_prints_one_line(monkeypatch, capfd):
-    import datasets
-
-    def load(*args, **options):
-        complain()
-        complain("datasets.utils.file_utils")
-        raise OSError(UNREACHABLE)
-
-    info = SimpleNamespace(sha="abc", siblings=[SimpleNamespace(rfilename="a/0.parquet")])
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: info)
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    records = hub_records("someone/texts", "a", "main", "text", None)
-    with pytest.raises(DataError, match=r"failed after record 0 .*\(OSError: \[Errno -2\] [^\n/]*\): check"):
-        records.open(0, None)
-    assert capfd.readouterr().err == ""
 
 
 def test_an_unreachable_hub_falls_back_to_the_cached_file(offline, monkeypatch, tmp_path, caplog):

@@ -90,7 +90,7 @@ class SourceConfig(Section):
     message then: of the user in prompt_field, of the assistant in text_field."""
     special_tokens: bool = False
     """Make special tokens of strings such as <|im_end|> in the text; false: they are plain text. Conversations always
-    have them, and so have prompts of `tercet generate` and `tercet eval`. `tercet data inspect` counts them."""
+    have them, and so have prompts of `tercet generate` and `tercet eval`."""
     max_record_mib: int = Field(default=16, ge=1)
     """Longest record in MiB of text: a line of jsonl (all its fields), a row of parquet, a Python file. A longer one is
     a bad record. For text: a longer document continues as another one, from the start of a line."""

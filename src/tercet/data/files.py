@@ -1,4 +1,4 @@
-"""Local files: which ones a source reads, and their records: text, Python source, JSON lines, parquet, conversations.
+"""Records of files: text, Python source, JSON lines and parquet, also compressed.
 
 A reader yields (records read so far in this file, record or error), starting after the first `start` records. The
 count is part of the cursor, so it includes every line or row, good or bad. Damaged content is a bad record. Readers
@@ -9,270 +9,83 @@ damaged, of which an unknown number of records is lost.
 from __future__ import annotations
 
 import codecs
-import contextlib
-import glob
 import gzip
-import hashlib
 import io
-import itertools
-import json
-import os
 import shlex
-import sys
-import sysconfig
 import time
 import tokenize
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from tercet.atomic_io import write_json
-from tercet.data.stream import (
-    BadRecordError,
-    BadValueError,
-    DataError,
-    DataUsageError,
-    EmptyDataError,
-    first_line,
-    permutation,
-)
-from tercet.data.tokenizers import ChatError, ChatTemplate, Spans
-from tercet.errors import first_few
+from tercet.data.chat import ChatReader, Spans
+from tercet.data.hub import HubFile, HubFiles
+from tercet.data.paths import FileSet, unreadable
+from tercet.data.stream import BadRecordError, BadValueError, DataError, first_line, permutation
 from tercet.parse import parse_json
 
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0)  # waits before an I/O error is final: network storage is away for seconds
-SAMPLE_BYTES, SAMPLES = 4096, 8  # of a file's content, for its fingerprint
-FileList = dict[str, list[Any]]  # name -> [size, fingerprint]
-SUFFIXES = {
-    "text": ("",),
-    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".json.gz", ".json.zst"),
-    "parquet": (".parquet",),
-}
+MAX_RATIO = 200  # of parquet: text compresses 3 to 20 times; a file made to fill the memory, about 1000 times
+MIN_DECOMPRESSED = 64 << 20  # always allowed
+BATCH_BYTES = 8 << 20  # of parquet rows at a time, by their mean length
+TOOLS = "tools"  # the field with the functions that a conversation may call
+
+# Format and first bytes by suffix; pzstd starts its files with a skippable frame.
+COMPRESSED = {".gz": ("gzip", (b"\x1f\x8b",)), ".zst": ("zstd", (b"\x28\xb5\x2f\xfd", b"\x50\x2a\x4d\x18"))}
 
 
-class FileSet:
-    """Files sorted by name. Names are relative, so that the folder may move between two runs."""
-
-    def __init__(self, files: Iterable[tuple[str, Path]]) -> None:
-        ordered = sorted(dict(files).items())
-        self.names = [name for name, _ in ordered]
-        self.paths = [path for _, path in ordered]
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def fingerprint(self) -> str:
-        """Hash of names and sizes."""
-        digest = hashlib.sha256()
-        for name, path in zip(self.names, self.paths, strict=True):
-            digest.update(f"{name}\0{path.stat().st_size}\n".encode(errors="surrogateescape"))
-        return digest.hexdigest()[:32]
-
-    @cached_property
-    def listing(self) -> FileList:
-        """Size and content fingerprint of every file."""
-        with ThreadPoolExecutor(8) as threads:  # network storage answers slowly, but many at a time
-            return dict(zip(self.names, threads.map(_size_and_fingerprint, self.paths), strict=True))
-
-    @cached_property
-    def contents(self) -> str:
-        """Hash of `listing`."""
-        return hashlib.sha256(json.dumps(self.listing).encode()).hexdigest()[:32]
+class Record(NamedTuple):
+    text: bytes  # UTF-8
+    prompt: bytes | None = None  # UTF-8; put before the text, excluded from the loss
+    learned: Spans | None = None  # of a conversation, whose text has special tokens: what counts in the loss
+    messages: bytes = b""  # of a conversation: what the text was rendered from
 
 
-def _size_and_fingerprint(path: Path) -> list[Any]:
-    """A small file is hashed whole. Of a larger one, a few samples: hashing a corpus would delay every start."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size <= SAMPLE_BYTES * SAMPLES:
-                content = file.read()
-            else:
-                starts = [i * (size - SAMPLE_BYTES) // (SAMPLES - 1) for i in range(SAMPLES)]
-                content = b"".join(os.pread(file.fileno(), SAMPLE_BYTES, start) for start in starts)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    return [size, hashlib.sha256(content).hexdigest()[:16]]
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
-    fix = "change the permissions of file or folder" if isinstance(error, PermissionError) else "make it readable"
-    return DataError(f"{path} cannot be read ({error.strerror}): {fix}, or leave it out")
-
-
-def save_file_lists(folder: Path, sources: Mapping[str, FileSet]) -> None:
-    """Write the file list of each source, named by its hash: every checkpoint finds the list it was saved with."""
-    for source, files in sources.items():
-        path = folder / f"{files.contents}.json"
-        if not path.exists():
-            folder.mkdir(exist_ok=True)
-            write_json(path, {"source": source, "files": files.listing})
-
-
-def describe_changes(folder: Path | None, contents: str | None, now: FileSet) -> str:
-    """Which files were added, removed or changed since the list `contents` was saved to `folder`."""
-    try:
-        before: FileList = parse_json(Path(folder or "", f"{contents}.json").read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError):
-        return "names or sizes of the files differ (their list was not saved)"
-    changes = {
-        "added": now.listing.keys() - before.keys(),
-        "removed": before.keys() - now.listing.keys(),
-        "changed": {name for name in before.keys() & now.listing.keys() if before[name] != now.listing[name]},
-    }
-    return ", ".join(f"{what} {first_few(sorted(names))}" for what, names in changes.items() if names)
-
-
-def find_files(paths: Sequence[str], kind: str) -> FileSet:
-    """Expand `paths`: files as they are, folders searched by suffix, globs (** allowed).
-
-    Run folders inside are skipped: a run started in its data folder would read its own files, which change.
-    """
-    files: list[tuple[str, Path]] = []
-    for number, given in enumerate(paths):
-        prefix = f"{number}/" if len(paths) > 1 else ""
-        files += [(prefix + name, file) for name, file in _expand(given, kind)]
-    seen: set[Path] = set()
-    for _, file in files:
-        if file.resolve() in seen:
-            raise DataUsageError(f"path names {file} twice: name every file once")
-        seen.add(file.resolve())
-    return FileSet(files)
-
-
-def check_paths(paths: Sequence[str]) -> None:
-    """Raise for a path that matches nothing, as `find_files` would after listing the folders before it."""
-    for given in paths:
-        path = Path(given).expanduser()
-        if not path.exists() and not any(_glob(path)):
-            raise DataUsageError(_no_match(given) + ", and put spaces between paths" * ("," in given))
-
-
-def _no_match(given: str) -> str:
-    """A run stores absolute paths."""
-    moved = "; if the files have moved, put a link to them there" if Path(given).is_absolute() else ""
-    return f"path={given} matches no file: check the spelling" + (moved or " and the current folder")
-
-
-def _expand(given: str, kind: str) -> list[tuple[str, Path]]:
-    path = Path(given).expanduser()
-    if path.is_file():
-        return [(path.name, path)]
-    if path.is_dir():
-        root, files = path, [file for file in _walk(path) if file.name.endswith(SUFFIXES[kind])]
-        if not files:
-            endings = ", ".join(suffix for suffix in SUFFIXES[kind] if suffix)
-            expected = f" ({endings})" if endings else ""
-            raise EmptyDataError(
-                f"path={given} has no {kind} files{expected}: name the files, or set data.source to their format"
-            )
-    else:
-        top = _top(path)
-        matches = [match for match in _glob(path) if match.is_file()]
-        runs = set(filter(_is_run, {p for file in matches for p in file.parents} - {top, *top.parents}))
-        files = [file for file in matches if runs.isdisjoint(file.parents)]
-        if not files:
-            raise DataUsageError(_no_match(given))
-        root = Path(os.path.commonpath([file.parent for file in files]))
-    return [(file.relative_to(root).as_posix(), file) for file in files]
-
-
-def _top(path: Path) -> Path:
-    """The folder that a glob starts in."""
-    return Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
-
-
-def _glob(path: Path) -> Iterator[Path]:
-    """Matches of a glob. Hidden names match only if it names them; ** enters no linked folders, which may be loops."""
-    top = _top(path)
-    parts = [part if part == "**" else part.replace("**", "*") for part in path.relative_to(top).parts]
-    hidden = any(part.startswith(".") for part in parts)
-    for match in top.glob("/".join(parts)) if parts else ():
-        if hidden or not any(part.startswith(".") for part in match.relative_to(top).parts):
-            yield match
-
-
-def python_files(which: str) -> FileSet:
-    """*.py of the standard library, and of the installed packages if `which` is site-packages."""
-    paths = sysconfig.get_paths()
-    stdlib = Path(paths["stdlib"])
-    # _sysconfigdata and config-* are generated by the Python build and differ between machines. pydoc_data is one
-    # 750 kB file of prose, which could dominate a short run.
-    files = [
-        (f"stdlib/{file.relative_to(stdlib).as_posix()}", file)
-        for file in _walk(stdlib, exclude=("site-packages", "dist-packages", "__pycache__", "pydoc_data"))
-        if file.suffix == ".py"
-        and not file.name.startswith("_sysconfigdata")
-        and not file.relative_to(stdlib).parts[0].startswith("config-")
-    ]
-    if which == "site-packages":
-        for root in dict.fromkeys(Path(paths[name]) for name in ("purelib", "platlib")):
-            files += [
-                (f"site-packages/{file.relative_to(root).as_posix()}", file)
-                for file in _walk(root, exclude=("__pycache__",))
-                if file.suffix == ".py"
-            ]
-    if not files:
-        raise DataError(
-            f"source=python-source: no Python sources in {stdlib} (Python {sys.version.split()[0]} was installed "
-            "without its library sources): use --data.source text with --data.path"
-        )
-    return FileSet(files)
-
-
-def _walk(root: Path, exclude: tuple[str, ...] = ()) -> Iterator[Path]:
-    for folder, folders, names in os.walk(root, onerror=_unlisted):
-        if folder != str(root) and _is_run(Path(folder)):
-            folders.clear()
-            continue
-        folders[:] = [name for name in folders if name not in exclude and not name.startswith(".")]
-        for name in names:
-            file = Path(folder, name)
-            if not name.startswith(".") and file.is_file():
-                yield file
-
-
-def _unlisted(error: OSError) -> None:
-    raise _unreadable(Path(error.filename), error) from error
-
-
-def _is_run(folder: Path) -> bool:
-    """Whether it is a run folder: these two exist before the run lists its data, and for as long as the folder does."""
-    return (folder / "lock").is_file() and (folder / "checkpoints").is_dir()
+Location = Path | str  # a str is on the hub
+Read = tuple[int, Record | BadRecordError]
+Reader = Callable[[Any, int], Iterator[Read]]
 
 
 class FileRecords:
     """Records of many files. A position is [files finished in this epoch's order, records read of the next file]."""
 
-    def __init__(self, files: FileSet, reader: Reader, seed: int | None, *, one_per_file: bool = False) -> None:
-        """seed: of the order of the files; None: as sorted."""
+    def __init__(
+        self, files: FileSet | HubFiles, reader: Reader, seed: int | None, *, one_per_file: bool = False
+    ) -> None:
+        """seed: of the order of the files; None: as sorted. one_per_file: each file is one record, so shuffling files
+        shuffles documents."""
         self.files, self.one_per_file, self._reader, self._seed = files, one_per_file, reader, seed
-        self.io_retries: list[str] = []
+        self.io_retries: list[str] = []  # one warning for each retry of an I/O error
 
-    def identity(self) -> dict[str, Any]:
-        return {"files": self.files.fingerprint()}
-
-    def open(self, epoch: int, position: list[int] | None) -> FileRecordIterator:
-        paths = self.files.paths
-        if self._seed is not None:
+    def open(self, epoch: int | None, position: Any = None) -> RecordIterator:
+        """Records of an epoch from `position`; None: from its start. Epoch None: in the order of the sorted files."""
+        paths: Sequence[Location] = self.files.paths
+        if self._seed is not None and epoch is not None:
             paths = [paths[i] for i in permutation(len(paths), self._seed, epoch).tolist()]
-        return FileRecordIterator(paths, self._reader, position or [0, 0], self.io_retries)
+        if isinstance(position, dict):  # of the parquet files of fineweb-edu before version 0.3
+            position = _place_of_row(paths, position["read"])
+        return RecordIterator(paths, self._reader, position or [0, 0], self.io_retries)
 
-    def in_file_order(self) -> FileRecordIterator:
-        return FileRecordIterator(self.files.paths, self._reader, [0, 0], self.io_retries)
+
+def _place_of_row(paths: Sequence[Location], row: int) -> list[int]:
+    for done, path in enumerate(paths):
+        rows = import_pyarrow(path).parquet.read_metadata(_opened(path)).num_rows
+        if row < rows:
+            return [done, row]
+        row -= rows
+    return [len(paths), 0]
 
 
-class FileRecordIterator:
+class RecordIterator:
     """One pass over files in an epoch's order.
 
     An I/O error is retried, then fatal; `retries` gets the warnings. One that waiting does not fix is fatal at once.
     """
 
-    def __init__(self, paths: list[Path], reader: Reader, position: list[int], retries: list[str]) -> None:
+    def __init__(self, paths: Sequence[Location], reader: Reader, position: list[int], retries: list[str]) -> None:
         self._paths, self._reader, self._retries = paths, reader, retries
         self._done, self._read = position
         self._failures = 0  # in a row
@@ -298,7 +111,7 @@ class FileRecordIterator:
     def _wait_and_reopen(self, error: OSError) -> None:
         path = self._paths[self._done]
         if isinstance(error, (PermissionError, IsADirectoryError, NotADirectoryError)):
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
         if self._failures == len(RETRY_SECONDS):
             raise DataError(
                 f"{path} cannot be read ({error.strerror}), also after {self._failures} retries in "
@@ -314,72 +127,31 @@ class FileRecordIterator:
         self._current = self._reader(path, self._read)
 
     def position(self) -> list[int]:
+        """Where to reopen the source to get the next record next."""
         return [self._done, self._read]
 
     def last_record(self) -> tuple[str, int]:
+        """File and number, from 1, of the last record returned."""
         return str(self._paths[self._done]), self._read
 
 
-class Record(NamedTuple):
-    text: bytes  # UTF-8
-    prompt: bytes | None = None  # UTF-8; put before the text, excluded from the loss
-    learned: Spans | None = None  # of a conversation, whose text has special tokens: what counts in the loss
-    messages: bytes = b""  # of a conversation: what the text was rendered from
-
-
-TOOLS = "tools"  # the field with the functions that a conversation may call
-
-Read = tuple[int, Record | BadRecordError]
-Reader = Callable[[Path, int], Iterator[Read]]
-
-
-# Text compresses 3 to 20 times; a small file that decompresses to more memory than there is, about 1000 times.
-MAX_RATIO = 200
-MIN_DECOMPRESSED = 64 << 20  # always allowed
-BATCH_BYTES = 8 << 20  # of parquet rows at a time, by their mean length
-
-# Format and first bytes by suffix; pzstd starts its files with a skippable frame.
-COMPRESSED = {".gz": ("gzip", (b"\x1f\x8b",)), ".zst": ("zstd", (b"\x28\xb5\x2f\xfd", b"\x50\x2a\x4d\x18"))}
-
-
-def open_binary(path: Path) -> IO[bytes]:
+@contextmanager
+def open_binary(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading, decompressing .gz and .zst."""
-    if path.suffix == ".gz":
-        stream: Any = gzip.open(path, "rb")  # noqa: SIM115  (closed by the reader)
-    elif path.suffix == ".zst":
-        # pyarrow is needed for parquet anyway, and reads files with several frames.
-        stream = import_pyarrow(path).input_stream(str(path), compression="zstd")
-    else:
-        return open(path, "rb", buffering=1 << 20)
-    return io.BufferedReader(_Decompressed(stream, path), 1 << 20)
-
-
-class _Decompressed(io.RawIOBase):
-    """The content of a compressed file. Fails at MAX_RATIO times the size of the file."""
-
-    def __init__(self, stream: Any, path: Path) -> None:
-        self._stream, self._path = stream, path
-        self._left = max(MIN_DECOMPRESSED, MAX_RATIO * path.stat().st_size)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            count = int(self._stream.readinto(buffer))
-        except (OSError, EOFError, zlib.error) as error:
-            _raise_io_error(error)
-            raise _decompression_error(self._path, error) from error
-        self._left -= count
-        if self._left < 0:
-            raise DataError(
-                f"{self._path} decompresses to more than {MAX_RATIO} times its size: compress it again, or unpack it"
-            )
-        return count
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
+    if path.suffix not in COMPRESSED:
+        with open(path, "rb", buffering=1 << 20) as file:
+            yield file
+        return
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path, "rb") as unpacked:
+                yield io.BufferedReader(unpacked, 1 << 20)  # type: ignore[arg-type]
+        else:  # pyarrow is needed for parquet anyway, and reads files with several frames
+            with import_pyarrow(path).input_stream(str(path), compression="zstd") as stream:
+                yield io.BufferedReader(stream, 1 << 20)
+    except (OSError, EOFError, zlib.error) as error:
+        _raise_io_error(error)
+        raise _decompression_error(path, error) from error
 
 
 def _decompression_error(path: Path, error: Exception) -> DataError:
@@ -393,13 +165,17 @@ def _decompression_error(path: Path, error: Exception) -> DataError:
     return DataError(f"{path} is damaged ({reason}): fetch or compress it again")
 
 
-def import_pyarrow(path: Path):  # type: ignore[no-untyped-def]
+def import_pyarrow(path: Location):  # type: ignore[no-untyped-def]
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(f"{path} needs pyarrow, which is not installed: pip install 'tercet[data]'") from error
     return pyarrow
+
+
+def _opened(path: Location) -> Path | HubFile:
+    return HubFile(path) if isinstance(path, str) else path
 
 
 def _raise_io_error(error: Exception) -> None:
@@ -445,12 +221,8 @@ class RecordFormat:
             raise BadValueError(f"is a JSON {type(value).__name__}, not an object")
         for field in self.columns:
             if field not in value:
-                texts = [name for name, text in value.items() if isinstance(text, str) and name != self.prompt_field]
-                longest = max(texts, key=lambda name: len(value[name]), default=None)
-                fix = self._other_field(field, "messages" if "messages" in value else longest)
-                names = ", ".join(value) or "none"
-                names = names if len(names) <= 200 else f"{names[:200]} …"
-                raise BadValueError(f"has no field {field!r} (it has {names})", fix)
+                texts = sorted((n for n, text in value.items() if isinstance(text, str)), key=lambda n: -len(value[n]))
+                raise self._missing("field", field, value, ["messages"] * ("messages" in value) + texts)
         prompt = value[self.prompt_field] if self.prompt_field else None
         return self.record(value[self.text_field], prompt, value.get(TOOLS))
 
@@ -472,24 +244,24 @@ class RecordFormat:
         """Raise BadValueError if a column is missing, or is neither text nor, with `chat`, messages."""
         for column in self.columns:
             if column not in schema.names:
-                texts = (
-                    field.name for field in schema if field.name != self.prompt_field and "string" in str(field.type)
-                )
-                fix = self._other_field(column, next(texts, None))
-                raise BadValueError(f"has no column {column!r} (it has {', '.join(schema.names)})", fix)
+                texts = [field.name for field in schema if "string" in str(field.type)]
+                raise self._missing("column", column, schema.names, texts)
             if schema.names.count(column) > 1:
                 raise BadValueError(f"has two columns {column!r}", "rename one")
-            kind = str(schema.field(column).type)
+            kind = str(schema.field(column).type).removeprefix("dictionary<values=")
             messages = self.chat is not None and kind.startswith(("list<", "large_list<"))
-            nested = kind.startswith(("list", "large_list", "fixed_size_list", "struct", "map"))
-            if not messages and ("string" not in kind or nested):
+            if not messages and not kind.startswith(("string", "large_string")):
                 raise BadValueError(f"its column {column!r} is {kind}, not text")
 
-    def _other_field(self, missing: str, other: str | None) -> str:
-        """The fix for a missing field: read another one."""
-        if missing != self.text_field or not other or len(other) > 100:
-            return "fix it"
-        return f"read {other} with --data.text_field {shlex.quote(other)}"
+    def _missing(self, what: str, name: str, present: Iterable[str], texts: list[str]) -> BadValueError:
+        """texts: fields that may be meant instead, the likeliest first."""
+        other = next((text for text in texts if text != self.prompt_field and len(text) <= 100), None)
+        meant = other and name == self.text_field
+        fix = f"read {other} with --data.text_field {shlex.quote(other or '')}" if meant else "fix it"
+        names = ", ".join(present) or "none"
+        return BadValueError(
+            f"has no {what} {name!r} (it has {names if len(names) <= 200 else names[:200] + ' …'})", fix
+        )
 
 
 def _without_nulls(value: Any) -> Any:
@@ -511,11 +283,11 @@ def _not_utf8(error: UnicodeDecodeError) -> BadValueError:
     return BadValueError(f"is not UTF-8 ({error.reason} at byte {error.start})")
 
 
-def _bad(path: Path, where: int | str, error: BadValueError) -> BadRecordError:
+def _bad(path: Location, where: int | str, error: BadValueError) -> BadRecordError:
     return BadRecordError(str(path), where, str(error), error.fix)
 
 
-def _parse(path: Path, where: int | str, make: Callable[[Any], Record], value: Any) -> Record | BadRecordError:
+def _parse(path: Location, where: int | str, make: Callable[[Any], Record], value: Any) -> Record | BadRecordError:
     try:
         return make(value)
     except BadValueError as error:
@@ -621,16 +393,16 @@ def parquet_reader(record_format: RecordFormat) -> Reader:
     """One document per row."""
     columns, max_mib = record_format.columns, record_format.max_mib
 
-    def read(path: Path, start: int) -> Iterator[Read]:
-        arrow = import_pyarrow(path)
+    def read(path: Location, start: int) -> Iterator[Read]:
+        arrow, opened = import_pyarrow(path), _opened(path)
         index = 0
         try:
-            metadata = arrow.parquet.read_metadata(path)
+            metadata = arrow.parquet.read_metadata(opened)
             record_format.check_columns(metadata.schema.to_arrow_schema())
             # Values that repeat stay indices into a dictionary: written out they may take any amount of memory.
             texts = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
             texts = [column for column in columns if column in texts]  # not messages
-            file = arrow.parquet.ParquetFile(path, metadata=metadata, read_dictionary=texts, buffer_size=1 << 20)
+            file = arrow.parquet.ParquetFile(opened, metadata=metadata, read_dictionary=texts, buffer_size=1 << 20)
         except BadValueError as error:
             yield 1, _bad(path, "", error)
             return
@@ -666,7 +438,7 @@ def parquet_reader(record_format: RecordFormat) -> Reader:
     return read
 
 
-def _group_size(group: Any, columns: list[str], path: Path) -> int:
+def _group_size(group: Any, columns: list[str], path: Location) -> int:
     """Bytes of these columns in a row group, decompressed."""
     chunks = [
         chunk for i in range(group.num_columns) if (chunk := group.column(i)).path_in_schema.split(".")[0] in columns
@@ -675,54 +447,3 @@ def _group_size(group: Any, columns: list[str], path: Path) -> int:
     if size > max(MIN_DECOMPRESSED, MAX_RATIO * sum(chunk.total_compressed_size for chunk in chunks)):
         raise DataError(f"{path} decompresses to more than {MAX_RATIO} times its size: write it again, less compressed")
     return size
-
-
-@dataclass(frozen=True)
-class ChatReader:
-    """Turns the messages of a record into text."""
-
-    tokenizer: str  # its name
-    template: ChatTemplate | None
-    assistant_only: bool  # data.loss_on
-
-    def read(self, text: Any, prompt: Any, tools: Any) -> tuple[str, Spans, str] | None:
-        """The text of a conversation, what of it counts in the loss, and the messages as JSON; None for other records.
-
-        text, prompt: the fields of a record. A prompt is put first, and excluded from the loss.
-        """
-        if not (isinstance(text, list) or isinstance(prompt, list) or (self.assistant_only and prompt is not None)):
-            if self.assistant_only and isinstance(text, str):
-                raise ChatError(
-                    "its text is a string, not messages: data.loss_on=assistant needs --data.text_field messages, or "
-                    "a question in --data.prompt_field"
-                )
-            return None
-        if self.template is None:
-            raise DataUsageError(
-                f"tokenizer={self.tokenizer} has no chat template, which messages need: choose one that has "
-                "tokenizer_config.json or chat_template.jinja next to its tokenizer.json, or another --data.text_field"
-            )
-        asked = [] if prompt is None else _messages(prompt, "user")
-        answered = _messages(text, "assistant")
-        tools = _tools(tools)
-        if not answered:
-            return "", (), ""
-        rendered, spans = self.template.learned(asked + answered, tools, len(asked), self.assistant_only)
-        return rendered, spans, json.dumps([asked, answered, tools], ensure_ascii=False, sort_keys=True, default=str)
-
-
-def _messages(value: Any, role: str) -> list[Any]:
-    """Messages, of which a plain text is one."""
-    if isinstance(value, (str, list)):
-        return [{"role": role, "content": value}] if isinstance(value, str) else value
-    raise ChatError(f"its messages are {type(value).__name__}, not a list")
-
-
-def _tools(value: Any) -> list[Any] | None:
-    """Descriptions of functions; parquet files often have them as JSON."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = parse_json(value)
-    if value and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
-        raise ChatError("its tools are not a list of JSON objects")
-    return value or None

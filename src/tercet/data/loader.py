@@ -7,7 +7,7 @@ lost nor repeated.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,18 @@ from typing import Any
 import torch
 
 from tercet.config.data import DataConfig
-from tercet.data.files import describe_changes
+from tercet.config.keys import flatten_table
 from tercet.data.packing import (
+    FORMAT,
     BatchLayout,
     LoaderStats,
     PackedBatches,
     block_dtype,
     check_block,
-    check_identity,
     pack,
     pack_shuffled,
 )
+from tercet.data.paths import describe_changes
 from tercet.data.sources import open_stream
 from tercet.data.stream import DataError, DataUsageError, DocumentStream, Prefetcher, Split
 from tercet.data.tokenizers import Tokenizer, load_tokenizer
@@ -45,32 +46,11 @@ class Batch:
     stats: LoaderStats
 
 
-class Loader:
+class Loader(Prefetcher[Batch]):
     """Iterate over it once; close it, or use it as a context manager."""
 
-    def __init__(self, stream: DocumentStream, batches: Prefetcher[Batch], changes: Sequence[str]) -> None:
-        """changes: of the files since the state was saved, which data.accept_changes accepted."""
-        self.stream, self.changes, self._batches = stream, changes, batches
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        return next(self._batches)
-
-    @property
-    def wait_seconds(self) -> float:
-        """Total time spent waiting for batches."""
-        return self._batches.wait_seconds
-
-    def close(self) -> None:
-        self._batches.close()
-
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    stream: DocumentStream
+    changes: list[str]  # of the files since the state was saved, which data.accept_changes accepted
 
 
 def build_loader(
@@ -113,7 +93,7 @@ def build_loader(
         _ = files.contents  # computed now, or the prefetch thread and its caller would both do it
     if state is not None:
         with one_line_errors(DataError, DAMAGED_CURSOR):
-            state, changes = _match_files(state, stream, file_lists, accept=data.accept_changes)
+            changes = _match_files(state, stream, file_lists, accept=data.accept_changes)
             check_block(state, data.shuffle_sequences, data.seq_len)
     share = batch_sequences // world_size
     packing = BatchLayout(
@@ -133,13 +113,13 @@ def build_loader(
         packed = pack(stream, packing, state)
     if state is not None:
         packed = _check_cursor(packed)
-    return Loader(stream, Prefetcher(_to_torch(packed, data, device), data.prefetch, stop), changes)
+    loader = Loader(_to_torch(packed, data, device), data.prefetch, stop)
+    loader.stream, loader.changes = stream, changes
+    return loader
 
 
-def _match_files(
-    state: dict[str, Any], stream: DocumentStream, file_lists: Path | None, *, accept: bool
-) -> tuple[dict[str, Any], list[str]]:
-    """The state for the files as they are now, and how they changed, which is an error unless `accept`."""
+def _match_files(state: dict[str, Any], stream: DocumentStream, file_lists: Path | None, *, accept: bool) -> list[str]:
+    """How the files changed since the state was saved, which is an error unless `accept`. Nothing else may have."""
     before, now = copy.deepcopy(state.get("identity", {})), stream.identity
     changes = []
     for source, files in stream.notes.files.items():
@@ -154,11 +134,26 @@ def _match_files(
             f"the data changed since the checkpoint: {'; '.join(changes)}: restore the files, or continue with "
             "--data.accept_changes (see its help), or start a new run from the weights with train.init_from"
         )
-    check_identity(state | {"identity": before}, now)
-    state = state | {"identity": now}
-    if (shuffle := state.get("shuffle")) and shuffle["start"]:
-        state["shuffle"] = shuffle | {"start": shuffle["start"] | {"identity": now}}
-    return state, changes
+    _check_identity(state.get("format"), before, now)
+    return changes
+
+
+def _check_identity(version: Any, saved: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Reject a state saved with different data: its cursor would point at other documents."""
+    if version != FORMAT:
+        raise DataError(
+            f"data cursor has format {version!r}, this version reads {FORMAT}: resume with the version "
+            "that wrote it, or start a new run from the weights with train.init_from"
+        )
+    before, now = flatten_table(saved), flatten_table(identity)
+    for name in sorted(before.keys() | now.keys()):
+        if name.endswith(("contents", "chat_template")) and name not in before:
+            continue  # saved by version 0.1, or 0.2
+        if before.get(name) != now.get(name):
+            raise DataError(
+                f"the data changed since the checkpoint: {name} was {before.get(name, 'absent')!r} and is "
+                f"{now.get(name, 'absent')!r}: restore it, or start a new run from the weights with train.init_from"
+            )
 
 
 def _check_cursor(packed: PackedBatches) -> PackedBatches:

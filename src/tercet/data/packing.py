@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tercet.config.data import bytes_per_token
-from tercet.config.keys import flatten_table
 from tercet.data.stream import Cursor, DataError, Document, DocumentStream, counts_of, permutation
 
 IGNORE = -100  # target that does not count in the loss
@@ -85,29 +84,9 @@ def pack(stream: DocumentStream, packing: BatchLayout, state: dict[str, Any] | N
         packer.close()
 
 
-def check_identity(state: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Reject a state saved with different data: its cursor would point at other documents."""
-    if state.get("format") != FORMAT:
-        raise DataError(
-            f"data cursor has format {state.get('format')!r}, this version reads {FORMAT}: resume with the version "
-            "that wrote it, or start a new run from the weights with train.init_from"
-        )
-    before, now = flatten_table(state["identity"]), flatten_table(identity)
-    for name in sorted(before.keys() | now.keys()):
-        if name.endswith(("contents", "chat_template")) and name not in before:
-            continue  # saved by version 0.1, or 0.2
-        if before.get(name) != now.get(name):
-            raise DataError(
-                f"the data changed since the checkpoint: {name} was {before.get(name, 'absent')!r} and is "
-                f"{now.get(name, 'absent')!r}: restore it, or start a new run from the weights with train.init_from"
-            )
-
-
 class _Packer:
     def __init__(self, stream: DocumentStream, packing: BatchLayout, state: dict[str, Any] | None) -> None:
-        self._identity = stream.identity
-        if state is not None:
-            check_identity(state, self._identity)
+        self._identity = stream.identity  # once: for files it stats every file
         self._packing = packing
         self._cursor: Cursor | None = state["cursor"] if state else None  # before the current document
         self._offset: int = state["offset"] if state else 0  # tokens already taken from the current document
@@ -257,55 +236,28 @@ def pack_shuffled(
     limit: end after this many sequences, and with them the last block, which is shorter: a following stage of another
     length starts a block of its own, and no sequence is lost.
     """
-    batch: list[PackedBatch] = []
-    sequences = _shuffled_sequences(stream, packing, block, seed, state, limit)
-    try:
-        for sequence in sequences:
-            batch.append(sequence)
-            if len(batch) == packing.sequences:
-                yield _join(batch, packing)
-                batch = []
-        if batch:
-            yield _join(batch, packing)
-    finally:
-        sequences.close()
-
-
-def _shuffled_sequences(
-    stream: DocumentStream,
-    packing: BatchLayout,
-    block: int,
-    seed: int,
-    state: dict[str, Any] | None,
-    limit: int | None,
-) -> PackedBatches:
-    """Batches of one sequence."""
-    identity = stream.identity  # once: for files it stats every file
     start, index, done, handed = state, 0, 0, 0  # the packing state at the block's start, its number, delivered from it
+    size = 0  # sequences in the block
     if state is not None:
-        check_identity(state, identity)
         if shuffle := state.get("shuffle"):
             start, index, done, handed = (shuffle[name] for name in ("start", "index", "done", "handed"))
+            size = shuffle.get("size", block) if done else 0  # keeps its size even if the limit has changed since
         else:  # saved without shuffling: a block starts at its cursor
             handed = state["sequences"]
     end = None if limit is None else handed + limit
-
-    def block_size() -> int:
-        """Sequences of the next block: fewer before the end of a stage, 0 at it."""
-        return block if end is None else max(0, min(block, end - handed))
-
-    # The block that the state is in keeps its size, even if the limit has changed since.
-    size = state["shuffle"].get("size", block) if state is not None and done else block_size()
+    rows: list[_Row] = []
     packer = _Packer(stream, packing, start)
     try:
-        while size and not packer.ended:
-            packed = packer.next_batch(replace(packing, sequences=size, first=0, count=size))
+        while not packer.ended:
+            size = size or (block if end is None else max(0, min(block, end - handed)))
+            packed = packer.next_batch(replace(packing, sequences=size, first=0, count=size)) if size else None
             if packed is None:
                 break
             numbers = _non_padding(packed, packing)
             order = permutation(len(numbers), seed, index)
             for position in range(done, len(numbers)):
                 handed += 1
+                rows.append(_row(packed, numbers[order[position]], packing.seq_len))
                 last = position + 1 == len(numbers)
                 shuffle = {
                     "block": block,
@@ -316,12 +268,15 @@ def _shuffled_sequences(
                     "handed": handed,
                     **({} if size == block else {"size": size}),
                 }
-                after = {"format": FORMAT, "identity": identity, "shuffle": shuffle}
+                after = {"format": FORMAT, "identity": packed.state["identity"], "shuffle": shuffle}
                 stats = packed.ends[numbers[position]].stats(handed)
-                yield _sequence(packed, numbers[order[position]], packing.seq_len, after, stats)
-            start, index, done = packed.state, index + 1, 0
-            size = block_size()
+                if len(rows) == packing.sequences:
+                    yield _join(rows, packing, after, stats)
+                    rows = []
+            start, index, done, size = packed.state, index + 1, 0, 0
             del packed  # free it before the next block is packed
+        if rows:
+            yield _join(rows, packing, after, stats)
     finally:
         packer.close()
 
@@ -351,27 +306,30 @@ def _non_padding(packed: PackedBatch, packing: BatchLayout) -> list[int]:
     return np.flatnonzero(~padding).tolist()
 
 
-def _sequence(packed: PackedBatch, number: int, length: int, state: dict[str, Any], stats: LoaderStats) -> PackedBatch:
+class _Row(NamedTuple):
+    tokens: np.ndarray
+    targets: np.ndarray
+    bounds: np.ndarray
+
+
+def _row(packed: PackedBatch, number: int, length: int) -> _Row:
     """A copy of one sequence: a view would keep its whole block in memory until the batch is complete."""
     begin, end = number * length, (number + 1) * length
     first, last = np.searchsorted(packed.cu_seqlens, (begin, end))
     bounds = packed.cu_seqlens[first : last + 1] - begin
-    return PackedBatch(packed.tokens[begin:end].copy(), packed.targets[begin:end].copy(), bounds, state, stats)
+    return _Row(packed.tokens[begin:end].copy(), packed.targets[begin:end].copy(), bounds)
 
 
-def _join(batch: list[PackedBatch], packing: BatchLayout) -> PackedBatch:
+def _join(rows: list[_Row], packing: BatchLayout, state: dict[str, Any], stats: LoaderStats) -> PackedBatch:
     """This rank's share as one batch, padded if the batch is incomplete."""
     length = packing.seq_len
-    tokens = np.full(packing.count * length, packing.padding_token, dtype=np.int64)
-    targets = np.full(packing.count * length, IGNORE, dtype=np.int64)
+    tokens = np.full((packing.count, length), packing.padding_token, dtype=np.int64)
+    targets = np.full((packing.count, length), IGNORE, dtype=np.int64)
     bounds: list[np.ndarray] = [np.arange(0, packing.count * length + 1, length, dtype=np.int32)]
-    for index, sequence in enumerate(batch[packing.first : packing.first + packing.count]):
-        at = index * length
-        tokens[at : at + length] = sequence.tokens
-        targets[at : at + length] = sequence.targets
-        bounds.append(sequence.cu_seqlens + at)
+    for index, row in enumerate(rows[packing.first : packing.first + packing.count]):
+        tokens[index], targets[index] = row.tokens, row.targets
+        bounds.append(row.bounds + index * length)
     cu_seqlens = np.unique(np.concatenate(bounds)).astype(np.int32)
-    missing, stats = packing.sequences - len(batch), batch[-1].stats
-    if missing:
+    if missing := packing.sequences - len(rows):
         stats = replace(stats, padding=stats.padding + missing * length, sequences=stats.sequences + missing)
-    return PackedBatch(tokens, targets, cu_seqlens, batch[-1].state, stats)
+    return PackedBatch(tokens.ravel(), targets.ravel(), cu_seqlens, state, stats)

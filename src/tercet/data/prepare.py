@@ -32,7 +32,7 @@ from tercet.data.sources import (
     record_source,
 )
 from tercet.data.stream import BadRecordError, DataError, DataUsageError
-from tercet.data.tokenizers import CHECKED_DOCUMENTS, LibraryTokenizer, check_round_trip, load_tokenizer
+from tercet.data.tokenizers import CHECKED_DOCUMENTS, TOKENIZER, LibraryTokenizer, check_round_trip, load_tokenizer
 from tercet.errors import first_few
 
 PLAN = "prepare.json"
@@ -85,7 +85,7 @@ def prepare(
                 **{name: getattr(tokenizer, name) for name in ("name", "fingerprint", "vocab_size", "eos_id")},
                 "dtype": tokenizer.dtype.str,
             },
-            "source": {"source": data.source, **records.identity(), **fields, **encoding_facts(data, tokenizer)},
+            "source": {"source": data.source, **records.files.identity(), **fields, **encoding_facts(data, tokenizer)},
             "bad_records": data.bad_records,
             "shard_tokens": shard_tokens,
         }
@@ -153,10 +153,10 @@ def _write_shard(out: Path, number: int, shard: _Shard, dtype: np.dtype, masks: 
 
 def _make_folder(out: Path) -> None:
     """Create the output folder; an existing one must be empty or from an earlier preparation."""
-    if out.is_dir() and not (out / PLAN).is_file() and not any(out.glob("shard-*.json")):
+    if out.is_dir() and not (out / PLAN).is_file():
         others = sorted(p.name for p in out.iterdir() if p.name not in (LOCK, f"{PLAN}.partial"))
         if others:
-            raise DataUsageError(f"out={out} contains {first_few(others)}, but no shards: choose a new or empty folder")
+            raise DataUsageError(f"out={out} contains {first_few(others)}, but no {PLAN}: choose a new or empty folder")
     check_writable_folder("--out", out)
     out.mkdir(parents=True, exist_ok=True)
 
@@ -179,15 +179,12 @@ def _check_plan(out: Path, plan: dict[str, Any]) -> None:
     if (out / PLAN).is_file():
         before, now = flatten_table(read_json(out / PLAN)), flatten_table(plan)
         for name in now | before:
-            # A missing key differs from None: another version of Tercet may have written the plan.
             was, is_ = (f"{name}={x[name]}" if name in x else f"no {name}" for x in (before, now))
             # Switching to skip is the fix for a bad record: shards written so far had nothing to skip.
             if was == is_ or (was, is_) == ("bad_records=error", "bad_records=skip"):
                 continue
             difference = "other files (by name and size)" if name == "source.files" else f"{was}, now {is_}"
             raise DataUsageError(f"out={out} was started with {difference}: choose another folder, or delete this one")
-    elif any(out.glob("shard-*.json")):
-        raise DataUsageError(f"out={out} contains shards but no {PLAN}: choose another folder")
     if not (out / MANIFEST).is_file():
         write_json(out / PLAN, plan)
 
@@ -248,7 +245,7 @@ def train_bpe(
         )
     tokenizer = LibraryTokenizer(library, str(out), EOS)
     try:
-        tokenizer.save(out)
+        out.write_text(tokenizer.files[TOKENIZER], encoding="utf-8")
     except OSError as error:
         raise DataError(f"out={out} cannot be written ({error}): choose another file") from error
     return tokenizer

@@ -23,16 +23,16 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from tercet import atomic_io, parse
-from tercet.data.files import FileSet
+from tercet.data.paths import FileSet
 from tercet.data.stream import (
     Cursor,
     DataError,
     DataUsageError,
     Document,
     DocumentGenerator,
-    HeldOutEnd,
     ReadOptions,
     SourceNotes,
+    held_out_end,
     in_validation,
     permutation,
 )
@@ -106,21 +106,21 @@ class ShardStream:
         self._loss = [_open(folder, entry, "loss") if "loss" in entry["files"] else None for entry in entries]
         shard, starts, ends, hashes = _documents(folder, entries)
         validation = in_validation(hashes, fraction)
-        end = HeldOutEnd(len(hashes), fraction, int((ends - starts).sum()), "tokens")
         if hold_out_end is None:
             hold_out_end = len(hashes) > 0 and validation.all() == validation.any()
-        if hold_out_end and not end.too_short:
-            starts, ends = _split_tokens(starts, ends, end.total - end.size, options.split)
+        total = int((ends - starts).sum())
+        held_out, note = held_out_end(len(hashes), fraction, total, "tokens") if hold_out_end else (0, "")
+        if held_out:
+            starts, ends = _split_tokens(starts, ends, total - held_out, options.split)
             in_split = ends > starts
-            self.notes.held_out.append(f"{name}: {end}")
+            self.notes.held_out.append(f"{name}: {note}")
         else:
             in_split = validation == (options.split == "validation")
         self._shard, self._start, self._end = shard[in_split], starts[in_split], ends[in_split]
         if not in_split.any():
             raise DataUsageError(
                 f"{name}: none of the {len(in_split)} documents in {folder} is for {options.split} with "
-                f"validation_fraction={fraction}{end.too_short if hold_out_end else ''}: change that fraction, or "
-                "prepare more documents"
+                f"validation_fraction={fraction}: change that fraction, or prepare more documents"
             )
 
     @property
@@ -250,16 +250,10 @@ def _check_tokenizer(folder: Path, manifest: dict[str, Any], tokenizer: Tokenize
     specials = not manifest["source"].keys().isdisjoint(("special_tokens", "chat_template"))
     if isinstance(tokenizer, LibraryTokenizer) and tokenizer.encodes_as(saved, used["fingerprint"], specials):
         return
-    alike = isinstance(tokenizer, LibraryTokenizer) and used["vocab_size"] == tokenizer.vocab_size
-    if alike and used["eos_id"] != tokenizer.eos_id:
-        theirs, ours = (tokenizer.token(id_) for id_ in (used["eos_id"], tokenizer.eos_id))  # type: ignore[attr-defined]
-        raise OtherTokenizer(
-            f"the documents in {folder} end with {theirs!r}, not with eos_token={ours!r}",
-            f"set data.eos_token to {theirs!r}, or prepare the shards again",
-        )
+    ends = f" and data.eos_token to its token {used['eos_id']}" if used["eos_id"] != tokenizer.eos_id else ""
     raise OtherTokenizer(
         f"{folder} was tokenized with {used['name']}, not with tokenizer={tokenizer.name}",
-        f"set data.tokenizer to {'byte' if used['name'] == 'byte' else saved}, or prepare the shards again",
+        f"set data.tokenizer to {'byte' if used['name'] == 'byte' else saved}{ends}, or prepare the shards again",
     )
 
 

@@ -6,25 +6,25 @@ import itertools
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from tercet.config.data import DataConfig, SourceConfig
+from tercet.data.chat import ChatReader
 from tercet.data.exercises import ExerciseStream
 from tercet.data.files import (
-    ChatReader,
     FileRecords,
-    FileSet,
     Record,
     RecordFormat,
-    find_files,
+    RecordIterator,
     jsonl_reader,
     parquet_reader,
-    python_files,
     python_reader,
     text_reader,
 )
+from tercet.data.hub import hub_files
+from tercet.data.paths import FileSet, find_files, python_files
 from tercet.data.shards import ShardStream
 from tercet.data.stream import (
     BadRecordError,
@@ -35,13 +35,13 @@ from tercet.data.stream import (
     DocumentGenerator,
     DocumentStream,
     EmptyDataError,
-    HeldOutEnd,
     Prefetcher,
     ReadOptions,
     SourceNotes,
     Split,
     counts_of,
     document_hash,
+    held_out_end,
     key,
     permutation,
     validation_threshold,
@@ -55,29 +55,6 @@ BAD_RECORDS_KEPT = 5
 SPLIT_RECORDS = 10_000  # sources with more records are split by documents
 LONGEST_LINE = 2048  # how far to look for the start of a line
 TOKENISE_AT_ONCE = 64  # documents per tokenizer call; the tokenizer works on them in parallel
-
-
-class RecordIterator(Protocol):
-    def __iter__(self) -> Iterator[Record | BadRecordError]: ...
-    def __next__(self) -> Record | BadRecordError: ...
-    def position(self) -> Any:
-        """Where to reopen the source to get the next record next. JSON."""
-
-    def last_record(self) -> tuple[str, int]:
-        """File and number, from 1, of the last record returned."""
-
-
-class RecordSource(Protocol):
-    one_per_file: bool  # each file is one record, so shuffling files shuffles documents
-    io_retries: list[str]  # one warning for each retry of an I/O error
-
-    @property
-    def files(self) -> FileSet | None:
-        """None: not local."""
-
-    def identity(self) -> dict[str, Any]: ...
-    def open(self, epoch: int, position: Any) -> RecordIterator:
-        """Records of an epoch from `position`; None: from its start."""
 
 
 @dataclass
@@ -125,39 +102,33 @@ class ValidationSplit:
     """Which part of a record is for training, and which for validation: a hash of its text decides.
 
     If all records are on one side, as with a single file, the end of the text is held out instead (`held_out`), unless
-    it is too short (`too_short`).
+    it is too short.
     """
 
-    def __init__(self, records: RecordSource, fraction: float, hold_out_end: bool | None = None) -> None:
+    def __init__(self, records: FileRecords, fraction: float, hold_out_end: bool | None = None) -> None:
         """hold_out_end: whether validation reads the end of the text, as saved by the run to resume; None: only if the
         documents are too few."""
         self.held_out = ""  # message about what is held out if whole documents are not
-        self.too_short = ""  # why nothing is
         self._threshold = validation_threshold(fraction)
         self._kept: dict[int, int] = {}  # record hash -> bytes for training, about, of records at the end of the text
-        if fraction == 0 or hold_out_end is False or not isinstance(records, FileRecords):
+        if fraction == 0 or hold_out_end is False or not isinstance(records.files, FileSet):
             return
         seen: list[tuple[int, int, bool]] = []  # hash, bytes, with a prompt; the texts may not fit in memory
         sides: set[bool] = set()
-        good = (record for record in records.in_file_order() if isinstance(record, Record) and record.text)
+        good = (record for record in records.open(None) if isinstance(record, Record) and record.text)
         for record in itertools.islice(good, SPLIT_RECORDS + 1):
             digest = record_hash(record)
             seen.append((digest, len(record.text), record.prompt is not None or record.learned is not None))
             sides.add(digest < self._threshold)
             if len(seen) > SPLIT_RECORDS or (len(sides) == 2 and not hold_out_end):
                 return
-        end = HeldOutEnd(len(seen), fraction, sum(size for _, size, _ in seen), "bytes")
-        if end.too_short:
-            self.too_short = end.too_short
-            return
-        missing = end.size
+        missing, self.held_out = held_out_end(len(seen), fraction, sum(size for _, size, _ in seen), "bytes")
         for digest, size, with_prompt in reversed(seen):
             if missing <= 0:
                 break
             # A prompt belongs to its text: such records are not cut, and the first one is for training.
             self._kept[digest] = (0 if len(seen) > 1 else size) if with_prompt else max(0, size - missing)
             missing -= size
-        self.held_out = str(end)
 
     def part(self, record: Record, split: Split) -> Record | None:
         """The part of a record that is in `split`; None if nothing is."""
@@ -179,7 +150,7 @@ def _line_start(text: bytes, at: int) -> int:
 
 
 class TextStream:
-    """Documents of a RecordSource.
+    """Documents of text files, in blocks of records.
 
     The cursor holds the position where the current block starts (`place`), its number (`block`) and the documents
     delivered from it (`at`). Resuming re-reads that one block.
@@ -195,7 +166,7 @@ class TextStream:
         self.notes = SourceNotes(
             io_retries=records.io_retries,
             held_out=[f"{name}: {split.held_out}"] if split.held_out else [],
-            files={name: files} if (files := records.files) else {},
+            files={name: records.files} if isinstance(records.files, FileSet) else {},
         )
         self._records, self._tokenizer, self._options, self._name = records, tokenizer, options, name
         self._split = split
@@ -204,8 +175,9 @@ class TextStream:
 
     @property
     def identity(self) -> dict[str, Any]:
-        facts = self._records.identity() | self._facts | {"tokenizer": self._tokenizer.fingerprint}
-        facts |= {"contents": files.contents} if (files := self._records.files) else {}
+        files = self._records.files
+        facts = files.identity() | self._facts | {"tokenizer": self._tokenizer.fingerprint}
+        facts |= {"contents": files.contents} if isinstance(files, FileSet) else {}
         facts |= {"held_out": "end"} if self.notes.held_out else {}
         order = {"shuffle": self._options.data.shuffle, "shuffle_block": self._block_records}
         return self._options.identity(facts | order)
@@ -257,7 +229,7 @@ class TextStream:
         options, skip_bad = self._options, self._options.data.bad_records == "skip"
         while epoch == 0 or options.repeat:
             in_split: int | None = 0 if position is None else None  # counted over complete epochs only
-            with_text = empty = bad = 0
+            with_text = empty = 0
             records = self._records.open(epoch, position)
             last = False
             while not last:
@@ -267,7 +239,7 @@ class TextStream:
                 if epoch == number == 0:
                     texts = [record.text for record in block.records[:CHECKED_DOCUMENTS]]
                     check_round_trip(self._tokenizer, texts, options.data.max_lost_text)
-                with_text, empty, bad = with_text + len(block.records), empty + block.left_out, bad + len(block.bad)
+                with_text, empty = with_text + len(block.records), empty + block.left_out
                 kept = self.notes.bad_records
                 kept += [message for message in block.bad if message not in kept][: BAD_RECORDS_KEPT - len(kept)]
                 parts = (self._split.part(record, options.split) for record in block.records)
@@ -276,20 +248,20 @@ class TextStream:
                 yield epoch, number, block
                 number, last = number + 1, block.last
             if in_split == 0:
-                raise self._nothing_read(with_text, empty, bad)
+                raise self._nothing_read(with_text, empty)
             epoch, position, number = epoch + 1, None, 0
 
-    def _nothing_read(self, with_text: int, empty: int, bad: int) -> DataError:
+    def _nothing_read(self, with_text: int, empty: int) -> DataError:
         if with_text:
             return DataUsageError(
                 f"{self._name}: no document for {self._options.split} with "
-                f"validation_fraction={self._options.data.validation_fraction}{self._split.too_short}: "
-                "change that fraction, or add documents (identical ones are all on one side)"
+                f"validation_fraction={self._options.data.validation_fraction}: change that fraction, or add documents "
+                "(identical ones are all on one side)"
             )
-        if bad:
+        if self.notes.bad_records:
             return DataError(
-                f"{self._name}: every record with text was skipped as bad ({bad:,}, the first: "
-                f"{self.notes.bad_records[0]}): fix them, or check data.source and data.path"
+                f"{self._name}: every record with text was skipped as bad (the first: {self.notes.bad_records[0]}): "
+                "fix them, or check data.source and data.path"
             )
         return EmptyDataError(f"{self._name}: no document has any text (empty documents: {empty:,}): check data.path")
 
@@ -314,23 +286,21 @@ def encode_records(
 ) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """Tokens of each record, including EOS, and which of them count in the loss; None: all. specials: make special
     tokens of their strings, as in conversations."""
+    texts = iter(tokenizer.encode_documents([r.text for r in records if r.learned is None], specials))
+    prompts = iter(tokenizer.encode_documents([r.prompt for r in records if r.prompt], specials))
+    conversations = [(r.text, r.learned) for r in records if r.learned is not None]
+    chats = iter(tokenizer.encode_chats(conversations) if isinstance(tokenizer, LibraryTokenizer) else ())
     encoded: list[tuple[np.ndarray, np.ndarray | None]] = []
-    for begin in range(0, len(records), TOKENISE_AT_ONCE):
-        group = records[begin : begin + TOKENISE_AT_ONCE]
-        texts = iter(tokenizer.encode_documents([r.text for r in group if r.learned is None], specials))
-        prompts = iter(tokenizer.encode_documents([r.prompt for r in group if r.prompt], specials))
-        conversations = [(r.text, r.learned) for r in group if r.learned is not None]
-        chats = iter(tokenizer.encode_chats(conversations) if isinstance(tokenizer, LibraryTokenizer) else ())
-        for record in group:
-            if record.learned is not None:
-                encoded.append(next(chats))
-                continue
-            tokens, loss = next(texts), None
-            if record.prompt:
-                prompt = next(prompts)[:-1]  # without its EOS
-                tokens = np.concatenate([prompt, tokens])
-                loss = np.arange(len(tokens)) >= len(prompt)
-            encoded.append((tokens, loss))
+    for record in records:
+        if record.learned is not None:
+            encoded.append(next(chats))
+            continue
+        tokens, loss = next(texts), None
+        if record.prompt:
+            prompt = next(prompts)[:-1]  # without its EOS
+            tokens = np.concatenate([prompt, tokens])
+            loss = np.arange(len(tokens)) >= len(prompt)
+        encoded.append((tokens, loss))
     return encoded
 
 
@@ -352,7 +322,7 @@ def open_stream(
     return MixtureStream(parts)
 
 
-def record_source(part: SourceConfig, seed: int | None, tokenizer: Tokenizer | None = None) -> RecordSource:
+def record_source(part: SourceConfig, seed: int | None, tokenizer: Tokenizer | None = None) -> FileRecords:
     """The records of a text source.
 
     seed: of the order of the files; None: as sorted.
@@ -360,20 +330,18 @@ def record_source(part: SourceConfig, seed: int | None, tokenizer: Tokenizer | N
     """
     if part.source == "python-source":
         return FileRecords(python_files(part.python), python_reader(part.max_record_mib), seed, one_per_file=True)
-    if part.source == "fineweb-edu":
-        from tercet.data.hub import hub_records, local_records
-
-        if part.path:
-            return local_records(part.path, part.text_field, seed)
-        return hub_records(part.hub_dataset, part.hub_folder, part.hub_revision, part.text_field, seed)
-    files = find_files(part.path, part.source)
     if part.source == "text":
         reader = text_reader(part.separator, part.max_record_mib)
-        return FileRecords(files, reader, seed, one_per_file=not part.separator)
+        return FileRecords(find_files(part.path, "text"), reader, seed, one_per_file=not part.separator)
     chat = ChatReader(tokenizer.name, tokenizer.chat, part.loss_on == "assistant") if tokenizer else None
     record_format = RecordFormat(part.text_field, part.prompt_field, part.max_record_mib, chat)
-    reader = (jsonl_reader if part.source == "jsonl" else parquet_reader)(record_format)
-    return FileRecords(files, reader, seed)
+    if part.source == "jsonl":
+        return FileRecords(find_files(part.path, "jsonl"), jsonl_reader(record_format), seed)
+    from_hub = part.source == "fineweb-edu" and not part.path
+    hub = (part.hub_dataset, part.hub_folder, part.hub_revision)
+    return FileRecords(
+        hub_files(*hub) if from_hub else find_files(part.path, "parquet"), parquet_reader(record_format), seed
+    )
 
 
 def _open_part(

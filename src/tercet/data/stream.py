@@ -13,9 +13,9 @@ import hashlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -49,6 +49,16 @@ DocumentGenerator = Generator[Document, None, None]  # close() stops background 
 
 
 @dataclass(frozen=True)
+class SourceNotes:
+    """What is known about a stream besides its documents. The lists grow while it is read."""
+
+    bad_records: list[str] = field(default_factory=list)  # messages of the first few skipped records
+    io_retries: list[str] = field(default_factory=list)  # one warning for each retry of an I/O error
+    held_out: list[str] = field(default_factory=list)  # what is held out of sources too small to hold out documents
+    files: Mapping[str, Any] = field(default_factory=dict)  # the local files of each source, as FileSets
+
+
+@dataclass(frozen=True)
 class ReadOptions:
     """How to read a stream; the same on every rank."""
 
@@ -66,20 +76,6 @@ class ReadOptions:
         """The identity of a stream with these facts about its documents and their order."""
         fraction = self.data.validation_fraction
         return {"source": self.source, **facts, "validation_fraction": fraction, "seed": self.seed, "split": self.split}
-
-
-@dataclass(frozen=True)
-class SourceNotes:
-    """What is known about a stream besides its documents. The lists grow while it is read."""
-
-    bad_records: list[str] = field(default_factory=list)
-    """Messages of the first few skipped records."""
-    io_retries: list[str] = field(default_factory=list)
-    """One warning for each retry of an I/O error."""
-    held_out: list[str] = field(default_factory=list)
-    """For each source too small to hold out whole documents: a message about what is held out instead."""
-    files: Mapping[str, Any] = field(default_factory=dict)
-    """The local files of each source, as FileSets."""
 
 
 class DocumentStream(Protocol):
@@ -127,7 +123,6 @@ class BadRecordError(DataError):
     """A record that cannot be read. data.bad_records decides whether it is fatal or skipped and counted."""
 
     def __init__(self, file: str, record: int | str, reason: str, fix: str = "fix it") -> None:
-        self.file, self.record, self.reason = file, record, reason
         where = f"record {record} of {file}" if record != "" else file
         self.summary = f"{where}: {reason}"
         super().__init__(f"{self.summary}: {fix}, or skip and count such records with --data.bad_records skip")
@@ -202,35 +197,19 @@ def validation_threshold(fraction: float) -> int:
     return min(int(fraction * 2.0**64), _MASK)
 
 
-@dataclass(frozen=True)
-class HeldOutEnd:
-    """The end of a text, which is for validation where whole documents are too few."""
+def held_out_end(documents: int, fraction: float, total: int, unit: str) -> tuple[int, str]:
+    """How much of the end of a text is for validation where whole documents are too few, and a line that says so.
 
-    documents: int
-    fraction: float
-    total: int
-    unit: str  # of total and size: bytes, or tokens of shards
-
-    @property
-    def size(self) -> int:
-        return int(self.fraction * self.total)
-
-    @property
-    def too_short(self) -> str:
-        """Why it is not held out after all, for the error that a split has no document."""
-        if self.size >= SHORTEST_HELD_OUT:
-            return ""
-        return (
-            f" (the last {self.size} of {self.total:,} {self.unit} would be held out instead, but that is below the "
-            f"minimum of {SHORTEST_HELD_OUT})"
-        )
-
-    def __str__(self) -> str:
-        few = f"{self.documents} documents are" if self.documents > 1 else "1 document is"
-        return (
-            f"{few} too few to hold out whole ones at validation_fraction={self.fraction:g}: validation reads the "
-            f"last {self.size:,} of {self.total:,} {self.unit} instead"
-        )
+    total: of the text, in `unit` (bytes, or tokens of shards). 0 and nothing to say if it would be too short.
+    """
+    size = int(fraction * total)
+    if size < SHORTEST_HELD_OUT:
+        return 0, ""
+    few = f"{documents} documents are" if documents > 1 else "1 document is"
+    return size, (
+        f"{few} too few to hold out whole ones at validation_fraction={fraction:g}: validation reads the last {size:,} "
+        f"of {total:,} {unit} instead"
+    )
 
 
 T = TypeVar("T")
@@ -257,7 +236,7 @@ class Prefetcher(Generic[T]):
 
         depth: 0 to read in the calling thread, where `stop` is not polled.
         """
-        self.wait_seconds = 0.0
+        self.wait_seconds = 0.0  # in total
         self._direct = source if depth == 0 else None
         self._stop_requested = stop
         self._queue: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
@@ -271,8 +250,14 @@ class Prefetcher(Generic[T]):
         )
         self._thread.start()
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Self:
         return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __next__(self) -> T:
         if self._end is None:

@@ -5,151 +5,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
-import re
-import threading
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tercet.config.data import looks_like_path
 from tercet.config.load import DEFAULT, Loaded
-from tercet.data.stream import BadValueError, DataError, DataUsageError, first_line
-from tercet.parse import parse_json
+from tercet.data.chat import ChatTemplate, Spans
+from tercet.data.hub import fetch_model_file, is_permanent
+from tercet.data.stream import DataError, DataUsageError, first_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
-
-Spans = tuple[tuple[int, int], ...]  # ranges of characters
-Message = Mapping[str, Any]
-
-_GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")  # marks the assistant's text in a template
-# A template may write today's date, and then a resumed run would read other tokens. In training data it is this day.
-_SAME_DATE = (
-    "{% macro strftime_now(format) %}{{ format|replace('%d', '26')|replace('%m', '07')|replace('%B', 'July')"
-    "|replace('%b', 'Jul')|replace('%Y', '2024')|replace('%y', '24')|replace('%A', 'Friday')|replace('%a', 'Fri')"
-    "|replace('%H', '12')|replace('%M', '00')|replace('%S', '00') }}{% endmacro +%}"
-)
-_RENDERING = threading.Lock()  # the library keeps the state of a rendering in its compiled template
-_ANSWER = "Tercet's answer"
-
-
-class ChatError(BadValueError):
-    """A conversation that cannot be rendered. The message says why: `its ...`."""
-
-
-@dataclass(frozen=True)
-class ChatTemplate:
-    sources: Mapping[str, str]  # by name: "default", and maybe "tool_use" for conversations with tools
-    specials: Mapping[str, str]  # bos_token and the like, which templates write
-
-    @classmethod
-    def of(cls, files: Mapping[str, str]) -> ChatTemplate | None:
-        """The template among the files that come with a tokenizer.json, if there is one."""
-        settings: dict[str, Any] = {}
-        for name in ("special_tokens_map.json", "tokenizer_config.json"):
-            try:
-                settings |= parse_json(files.get(name, "{}"))
-            except (TypeError, ValueError) as error:
-                raise DataError(f"{name} next to tokenizer.json is damaged ({error}): copy it again") from None
-        template = files.get("chat_template.jinja") or settings.get("chat_template")
-        if isinstance(template, list):  # of {"name": ..., "template": ...}
-            template = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
-        sources: dict[str, Any] = template if isinstance(template, dict) else {"default": template}
-        if not isinstance(sources.get("default"), str):
-            return None
-        tokens = {name: value for name, value in settings.items() if name.endswith("_token")}
-        texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
-        return cls(sources, {name: text for name, text in texts.items() if isinstance(text, str)})
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return hashlib.sha256(repr((sorted(self.sources.items()), sorted(self.specials.items()))).encode()).hexdigest()
-
-    @cached_property
-    def after_answer(self) -> str:
-        """What the template writes after an answer, beginning with the token that ends a turn."""
-        question = {"role": "user", "content": "?"}
-        text, _ = self.render([question, {"role": "assistant", "content": _ANSWER}])
-        return text.rpartition(_ANSWER)[2] if _ANSWER in text else ""
-
-    def render(
-        self, messages: Any, tools: Any = None, *, answer: bool = False, today: bool = False
-    ) -> tuple[str, Spans]:
-        """The text of a conversation, and the ranges that {% generation %} marks in it. Templates run in a sandbox.
-
-        answer: end with the start of the assistant's next turn.
-        today: let the template write today's date.
-        """
-        if not isinstance(messages, list):
-            raise ChatError(f"its messages are {type(messages).__name__}, not a list")
-        for number, message in enumerate(messages, start=1):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                fields = ", ".join(message) if isinstance(message, dict) else type(message).__name__
-                raise ChatError(f"its message {number} has no role (it has {fields or 'nothing'})")
-        try:
-            from transformers.utils.chat_template_utils import render_jinja_template
-        except ImportError as error:
-            raise DataError(
-                "chat templates need transformers, which is not installed: pip install 'tercet[hub]'"
-            ) from error
-        source = self._source(tools)
-        try:
-            with _RENDERING:
-                (text,), marked = render_jinja_template(
-                    [messages],
-                    tools,
-                    chat_template=source if today else _SAME_DATE + source,
-                    return_assistant_tokens_mask=bool(_GENERATION.search(source)),
-                    add_generation_prompt=answer,
-                    **self.specials,
-                )
-        except ImportError as error:
-            raise DataError(f"chat templates cannot be rendered: {first_line(error)}") from error
-        except Exception as error:  # a template raises anything
-            raise ChatError(f"its chat template fails ({first_line(error)})") from error
-        return text, tuple((begin, end) for begin, end in marked[0]) if marked else ()
-
-    def learned(self, messages: Any, tools: Any, first: int, assistant_only: bool) -> tuple[str, Spans]:
-        """The text of a conversation, and the ranges of it that count in the loss, which are after message `first`.
-
-        The assistant's turns are those that {% generation %} marks. In a template without it, a turn is what is added
-        when its message is: an error where the template renders earlier messages differently when others follow.
-        """
-        text, marked = self.render(messages, tools)
-
-        def length(count: int, answer: bool) -> int:
-            """Characters of the first `count` messages."""
-            part, _ = self.render(messages[:count], tools, answer=answer)
-            if not text.startswith(part):
-                raise ChatError(
-                    f"its chat template renders the first {count} messages differently when others follow, so the "
-                    "assistant's part is unknown: mark it in the template with {% generation %}"
-                )
-            return len(part)
-
-        start = length(first, messages[first]["role"] == "assistant") if 0 < first < len(messages) else 0
-        if not assistant_only:
-            return text, ((start, len(text)),)
-        if not _GENERATION.search(self._source(tools)):
-            turns = [i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"]
-            marked = tuple((length(i, True), length(i + 1, False)) for i in turns)
-        spans = tuple((max(begin, start), end) for begin, end in marked if max(begin, start) < end)
-        if not spans:
-            raise ChatError(
-                "its messages have no text of the assistant, and data.loss_on=assistant learns nothing else"
-            )
-        return text, spans
-
-    def _source(self, tools: Any) -> str:
-        return self.sources.get("tool_use" if tools else "default") or self.sources["default"]
-
 
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|eot_id|>", "<|im_end|>")
 
@@ -162,38 +35,7 @@ TRANSFORMERS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added
 ENCODED_AT_ONCE = 1 << 20  # bytes of text; the library takes more than 100 times their memory
 CONTEXT = 4096  # bytes that decide whether a long text can be cut between them
 
-REQUEST_SECONDS = 10  # for the hub to answer
 CHECKED_DOCUMENTS, CHECKED_BYTES = 32, 2048  # for `check_round_trip`: the first documents, and how much of each
-
-
-class Tokenizer(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def eos_id(self) -> int: ...
-    @property
-    def fingerprint(self) -> str:
-        """Tokenizers with equal fingerprints give equal tokens. Saved in shards and cursors."""
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The smallest unsigned type that holds every token."""
-
-    @property
-    def chat(self) -> ChatTemplate | None: ...
-    @property
-    def special_strings(self) -> list[str]:
-        """What a text may hold that `specials` below makes a token, and which is several tokens otherwise."""
-
-    def encode(self, text: str, specials: bool = False) -> list[int]: ...
-    def decode(self, ids: Sequence[int], specials: bool = False) -> str: ...
-    def encode_documents(self, texts: Sequence[bytes], specials: bool = False) -> list[np.ndarray]:
-        """Tokens of each UTF-8 text, followed by EOS, of type `dtype`."""
-
-    def why_not_encodable(self, text: bytes) -> str | None:
-        """Why this text cannot be encoded losslessly; None if it can."""
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
@@ -209,7 +51,6 @@ class ByteTokenizer:
     fingerprint = "byte-256-eos-0"
     dtype = np.dtype("u1")
     chat = None
-    special_strings: list[str] = []  # noqa: RUF012  (nothing writes to it)
 
     def encode(self, text: str, specials: bool = False) -> list[int]:
         data = text.encode()
@@ -225,6 +66,7 @@ class ByteTokenizer:
         return [np.frombuffer(text + b"\0", dtype=np.uint8) for text in texts]
 
     def why_not_encodable(self, text: bytes) -> str | None:
+        """Why this text cannot be encoded losslessly; None if it can."""
         at = text.find(b"\0")
         return None if at < 0 else f"has a zero byte at {at}, which is the byte tokenizer's EOS"
 
@@ -236,7 +78,7 @@ class LibraryTokenizer:
     def __init__(
         self, library: Library, name: str, eos_token: str = "", files: Mapping[str, str] | None = None
     ) -> None:
-        """files: the text of its tokenizer.json and of the TRANSFORMERS_FILES next to it, by name."""
+        """files: the text of its tokenizer.json and of the TRANSFORMERS_FILES next to it, by name; None: it is new."""
         # A tokenizer.json may enable truncation, which would silently cut documents.
         library.no_truncation()
         library.no_padding()
@@ -244,16 +86,17 @@ class LibraryTokenizer:
         library.encode_special_tokens = True
         self._library = library
         self.name = name
-        self._files = files or {}
+        self.files = files or {TOKENIZER: library.to_str(pretty=True)}
         ids = library.get_vocab(with_added_tokens=True).values()  # get_vocab_size counts them, but there may be gaps
         if not ids:
             raise DataError("the tokenizer has no entries: train it, or use another one")
         self.vocab_size = max(ids) + 1
         self.eos_id = _find_eos(library, name, eos_token)
-        self.dtype = smallest_dtype(self.vocab_size)
+        self.dtype = smallest_dtype(self.vocab_size)  # holds every token
 
     @cached_property
     def fingerprint(self) -> str:
+        """Tokenizers with equal fingerprints give equal tokens. Saved in shards and cursors."""
         return hashlib.sha256(f"{self._library.to_str()}\n{self.eos_id}".encode()).hexdigest()[:32]
 
     def token(self, id_: int) -> str | None:
@@ -292,17 +135,14 @@ class LibraryTokenizer:
 
     @cached_property
     def chat(self) -> ChatTemplate | None:
-        return ChatTemplate.of(self._files)
+        return ChatTemplate.of(self.files)
 
     @cached_property
     def turn_end(self) -> int | None:
         """The special token that ends the assistant's turn in a conversation."""
         ids = self.encode(self.chat.after_answer, specials=True)[:1] if self.chat else []
-        return ids[0] if ids and self._library.id_to_token(ids[0]) in self.special_strings else None
-
-    @cached_property
-    def special_strings(self) -> list[str]:
-        return [token.content for token in self._library.get_added_tokens_decoder().values() if token.special]
+        token = self._library.get_added_tokens_decoder().get(ids[0]) if ids else None
+        return ids[0] if token is not None and token.special else None
 
     def encode(self, text: str, specials: bool = False) -> list[int]:
         return (self._parser if specials else self._library).encode(text, add_special_tokens=False).ids
@@ -311,6 +151,7 @@ class LibraryTokenizer:
         return self._library.decode(list(ids), skip_special_tokens=not specials)
 
     def encode_documents(self, texts: Sequence[bytes], specials: bool = False) -> list[np.ndarray]:
+        """Tokens of each UTF-8 text, followed by EOS, of type `dtype`."""
         library = self._parser if specials else self._library
         encoded: list[np.ndarray] = []
         group: list[bytes] = []
@@ -379,17 +220,8 @@ class LibraryTokenizer:
     def why_not_encodable(self, text: bytes) -> str | None:
         return None
 
-    def to_str(self) -> str:
-        """The tokenizer as tokenizer.json: as it was read, or as the library writes it."""
-        return self._files.get(TOKENIZER) or self._library.to_str(pretty=True)
 
-    @property
-    def files(self) -> dict[str, str]:
-        """tokenizer.json and the TRANSFORMERS_FILES that came with it, by name."""
-        return {**self._files, TOKENIZER: self.to_str()}
-
-    def save(self, path: Path) -> None:
-        path.write_text(self.to_str(), encoding="utf-8")
+Tokenizer = ByteTokenizer | LibraryTokenizer
 
 
 def text_bytes(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
@@ -511,53 +343,4 @@ def _find_eos(library: Library, name: str, eos_token: str) -> int:
     raise DataUsageError(
         f"tokenizer {name} has none of the usual end-of-document tokens ({', '.join(EOS_NAMES)}): "
         f"name it with --data.eos_token; {specials}"
-    )
-
-
-def quiet_hub_libraries() -> None:
-    """The libraries retry a request for up to six minutes and log every attempt: one error line says it."""
-    for name in ("huggingface_hub", "datasets"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def fetch_model_file(model: str, name: str) -> str:
-    """Local path of a file of a hub model. If the hub cannot be reached, use an earlier download and log it."""
-    from huggingface_hub import HfApi, hf_hub_download
-
-    quiet_hub_libraries()
-    try:
-        HfApi().model_info(model, timeout=REQUEST_SECONDS)  # a short request, which is not retried
-    except Exception as error:  # the library has no common base class
-        if not _is_unreachable(error):
-            raise
-        try:
-            path = hf_hub_download(model, name, local_files_only=True)
-        except Exception:
-            raise error from None  # more useful than "not in the cache"
-        _warn_cached(model, name, Path(path).parent.name, first_line(error))
-        return path
-    return hf_hub_download(model, name)
-
-
-def is_permanent(error: BaseException) -> bool:
-    """Whether a retry would fail too: no such name, or no access."""
-    from huggingface_hub.errors import HFValidationError
-
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return status in (401, 403, 404) or isinstance(error, HFValidationError)
-
-
-def _is_unreachable(error: Exception) -> bool:
-    """No connection, or no response in time. An HTTP error response is neither."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    # Match TransportError by name: huggingface_hub has changed its HTTP library, and not all of them raise OSError.
-    transport = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
-    return not isinstance(error, HfHubHTTPError) and (transport or isinstance(error, OSError))
-
-
-@cache  # warn once per file, however many loaders ask
-def _warn_cached(model: str, name: str, revision: str, reason: str) -> None:
-    logging.getLogger(__name__).warning(
-        "the hub cannot be reached (%s): using the cached %s of %s, revision %s", reason, name, model, revision
     )

@@ -14,8 +14,9 @@ from tercet.config.data import DataConfig
 from tercet.config.flags import Arg
 from tercet.config.load import load
 from tercet.config.schema import RunConfig
-from tercet.data.files import SUFFIXES, check_paths
-from tercet.data.tokenizers import ChatError, LibraryTokenizer, Tokenizer, load_tokenizer
+from tercet.data.chat import ChatError
+from tercet.data.paths import SUFFIXES, check_paths
+from tercet.data.tokenizers import LibraryTokenizer, Tokenizer, load_tokenizer
 from tercet.errors import UsageError
 from tercet.parse import one_line_errors
 from tercet.train import manifest, resume

@@ -24,7 +24,7 @@ from tercet.config.load import read_stored
 from tercet.config.retired import refused
 from tercet.config.schema import RunConfig
 from tercet.config.sections import StageConfig
-from tercet.data.files import check_paths
+from tercet.data.paths import check_paths
 from tercet.data.stream import DataError
 from tercet.data.synthetic import make_task
 from tercet.data.tokenizers import LibraryTokenizer, Tokenizer, load_tokenizer

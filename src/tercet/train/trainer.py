@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from tercet.atomic_io import write_json, write_text
 from tercet.config.load import write_config
 from tercet.config.schema import RunConfig
-from tercet.data.files import save_file_lists
 from tercet.data.loader import Batch, Loader, build_loader
+from tercet.data.paths import save_file_lists
 from tercet.data.stream import StoppedWaiting
 from tercet.data.tokenizers import Tokenizer
 from tercet.doctor.examine import examine_before_training

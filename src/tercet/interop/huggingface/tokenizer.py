@@ -61,7 +61,7 @@ def as_transformers_tokenizer(tokenizer: Tokenizer, context: int) -> PreTrainedT
     if isinstance(tokenizer, ByteTokenizer):
         library, end = _byte_tokenizer(), BYTE_EOS
     elif isinstance(tokenizer, LibraryTokenizer):
-        library = Library.from_str(tokenizer.to_str())
+        library = Library.from_str(tokenizer.files["tokenizer.json"])
         library.post_processor = None  # it may add BOS or EOS to a text, which training does not
         end = library.id_to_token(tokenizer.eos_id)
     else:
