@@ -11,11 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import tercet
-from inference.models import trained
 from interop.test_import import NSA, SIZES, dense_model
 from tercet import cli
 from tercet.errors import UsageError
-from tercet.inference.load import StoredWeights
 from tercet.interop.huggingface import use_block_sparse
 from tercet.interop.huggingface.dense_weights import SELECTOR_WEIGHTS
 from tercet.interop.huggingface.export import export_dense
@@ -158,30 +156,6 @@ def test_an_import_holds_a_few_tensors_at_a_time(tmp_path, monkeypatch):
     import_model(tmp_path / "dense", tmp_path / "out", attention="block-sparse", check=False)
     assert len(held) == len(theirs.state_dict())
     assert max(held) <= 5  # the tensor that is being written, and two pairs of a block that are joined
-
-
-def test_an_export_of_a_run_holds_a_few_tensors_at_a_time(tmp_path, monkeypatch):
-    run = trained(tmp_path / "run", train__steps=1, model__gate="none")
-    model = tercet.load_model(run)
-    held = count_held(StoredWeights, monkeypatch)
-    export_dense(run, tmp_path / "out", "llama")
-    assert len(held) == len(model.state_dict())
-    assert max(held) <= 4  # two that are split, the one that is being written, and the next
-    written = LazyWeights(weight_files(tmp_path / "out"))
-    assert torch.equal(written["model.embed_tokens.weight"], model.embedding.weight)
-    assert torch.equal(written["model.layers.1.mlp.up_proj.weight"], model.blocks[1].ffn.gate_up.weight.chunk(2)[1])
-
-
-def test_weights_that_several_ranks_saved_are_read_as_one(tmp_path):
-    weight = torch.randn(5, 3)
-    for rank, rows in enumerate((slice(0, 3), slice(3, 5))):
-        offsets = {"model.a": {"saved_offsets": [rows.start, 0]}}
-        metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
-        save_file({"model.a": weight[rows].clone()}, tmp_path / f"shard-{rank}.safetensors", metadata)
-    save_file({"optimizer.a": weight}, tmp_path / "shard-2.safetensors")
-    stored = StoredWeights(tmp_path)
-    assert list(stored) == ["a"]
-    assert torch.equal(stored["a"], weight)
 
 
 def test_the_command_writes_one_file_and_says_how_to_load_it(tmp_path, capsys):

@@ -25,7 +25,7 @@ from tercet.config.schema import RunConfig
 from tercet.data.tokenizers import GENERATION, SOURCE_CONFIG, TOKENIZER, ByteTokenizer
 from tercet.errors import UsageError
 from tercet.inference.arguments import CONFIG as OUR_CONFIG
-from tercet.inference.load import Dtype, LanguageModel, load_model, open_model
+from tercet.inference.load import Dtype, LanguageModel, load_model
 from tercet.interop.huggingface.dense_weights import SELECTOR_WEIGHTS, dense_tensors, selector_shapes
 from tercet.interop.huggingface.folder import CONFIG, INDEX, WEIGHTS, atomic_folder, check_folder, write_tensors
 from tercet.interop.huggingface.import_hf import batch_settings
@@ -102,15 +102,15 @@ def export_dense(
     """As `export`, with the weights and the config.json of a dense model family."""
     out = Path(out)
     check_empty(out)
-    model, weights = open_model(run, verify=verify)
+    model = load_model(run, device="cpu", dtype="float32", verify=verify)
+    weights = model.state_dict()
     check_family(model.config, family)
     _check_output_bias(weights, family)
     stored_as, output_bias = getattr(torch, dtype), family != "qwen2"
     with atomic_folder(out) as folder:
         (folder / CONFIG).write_text(json.dumps(hf_config(model, family, dtype), indent=2) + "\n", encoding="utf-8")
-        state = model.state_dict()
-        shards = plan_shards(dense_tensors(state, state, output_bias=output_bias), stored_as, shard_bytes)
-        contents = dense_tensors(weights, state, output_bias=output_bias)
+        shards = plan_shards(dense_tensors(weights, weights, output_bias=output_bias), stored_as, shard_bytes)
+        contents = dense_tensors(weights, weights, output_bias=output_bias)
         for file, shapes in shards.items():
             write_tensors(folder / file, shapes, islice(contents, len(shapes)), stored_as)
         if len(shards) > 1:
