@@ -64,7 +64,7 @@ export hf empty full                                                      full e
 import hf empty out                                                       empty has no config.json
 sweep --preset tiny                                                       --lrs is empty
 bench train --preset tiny --settings train.cuda_graph=on                  use --cuda-graph
-bench decode --steps 0                                                    --steps 0 is too small
+bench decode --steps 0                                                    steps=0 must be at least 1
 """
 
 

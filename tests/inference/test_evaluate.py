@@ -24,8 +24,8 @@ from tercet.data.tokenizers import ByteTokenizer, LibraryTokenizer, text_bytes
 from tercet.errors import TercetError
 from tercet.inference.load import load_model
 from tercet.inference.perplexity import (
-    ContextLoss,
     by_position,
+    gain,
     held_out,
     loss_with_context,
     overall,
@@ -93,7 +93,7 @@ def test_the_same_last_tokens_are_scored_with_each_context():
 
 
 def test_a_gain_is_the_mean_difference_with_its_standard_error():
-    assert ContextLoss(8, [1.0, 2.0]).gain(ContextLoss(4, [1.5, 2.1])) == pytest.approx((-0.3, 0.2))
+    assert gain([1.0, 2.0], [1.5, 2.1]) == pytest.approx((-0.3, 0.2))
 
 
 def test_sequences_without_a_scored_target_are_skipped(tmp_path, capsys):

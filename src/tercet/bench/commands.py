@@ -8,6 +8,7 @@ from typing import Literal
 from tercet.bench.settings import parse_settings
 from tercet.config.sections import ActivationCheckpointing, Switch
 from tercet.errors import UsageError
+from tercet.inference.arguments import at_least_one
 
 
 def attention(
@@ -34,7 +35,7 @@ def attention(
         budget: Seconds per timing.
         profile: Also print the time of each kernel.
     """
-    _check_at_least(1, rows=rows)
+    at_least_one(rows=rows)
     if not 0 < budget < math.inf:
         raise UsageError(f"--budget {budget:g} is out of range: give a number of seconds above 0")
     from tercet.bench.attention import Options, main
@@ -64,7 +65,7 @@ def decode(
         settings: More configuration keys, e.g. model.selector=compressed.
         layer: Instead, one token in one attention layer of 32 heads on 8 KV heads of 128 (block-sparse, own scores).
     """
-    _check_at_least(1, batches=batches, contexts=contexts, steps=steps)
+    at_least_one(batches=batches, contexts=contexts, steps=steps)
     from tercet.bench.decode import layer_main, main
 
     if layer:
@@ -107,8 +108,7 @@ def train(
         device: auto, cuda or cpu.
         seconds: Time limit per cell; a slower cell is reported as too slow.
     """
-    _check_at_least(1, lengths=lengths, tokens=tokens, steps=steps)
-    _check_at_least(0, repeats=repeats)
+    at_least_one(lengths=lengths, tokens=tokens, steps=steps)
     if wrong := [length for length in lengths if tokens % length]:
         raise UsageError(f"--tokens {tokens} is not a multiple of length {wrong[0]}: pick a multiple")
     from tercet.bench.train import OWN_KEYS, cells_of, main
@@ -118,10 +118,3 @@ def train(
     given |= {} if device == "auto" else {"run.device": device}
     cells = cells_of(preset, kinds, shapes, checkpointing, packed, given)
     return main(cells, steps=steps, repeats=repeats, seconds=seconds)
-
-
-def _check_at_least(least: int, **flags: int | tuple[int, ...]) -> None:
-    for name, given in flags.items():
-        smallest = min(given, default=least) if isinstance(given, tuple) else given
-        if smallest < least:
-            raise UsageError(f"--{name.replace('_', '-')} {smallest} is too small: give at least {least}")

@@ -77,11 +77,12 @@ def _has_checkpoint(path: Path) -> bool:
     return (path / manifest.MANIFEST).is_file() or any(map(manifest.complete_checkpoints, (path / "checkpoints", path)))
 
 
-def at_least_one(**values: int | None) -> None:
+def at_least_one(**values: int | Sequence[int] | None) -> None:
     """Raise for the first value below 1. None stands for a default."""
     for name, value in values.items():
-        if value is not None and value < 1:
-            raise UsageError(f"{name}={value} must be at least 1")
+        for number in value if isinstance(value, Sequence) else [] if value is None else [value]:
+            if number < 1:
+                raise UsageError(f"{name}={number} must be at least 1")
 
 
 def check_known(flag: str, given: Sequence[str], known: Iterable[str], *, may_be_empty: bool = False) -> None:

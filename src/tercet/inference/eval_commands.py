@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -105,27 +106,28 @@ def context(
         last: Tokens to score at the end of each; default: the shortest length.
         sequences: Sequences to read, each from one document of at least the greatest length.
     """
-    at_least_one(sequences=sequences, last=last, lengths=min(lengths, default=None))
+    at_least_one(sequences=sequences, last=last, lengths=lengths)
     model, record = _open("context", run, device, dtype, data_of)
-    from tercet.inference.perplexity import ContextLoss, loss_with_context, within_documents
+    from tercet.inference.perplexity import gain, loss_with_context, within_documents
 
     sizes = sorted(set(lengths) or {max(1, model.context // n) for n in (8, 4, 2, 1)})
     scored = sizes[0] if last is None else last
     if scored > sizes[0]:
         raise UsageError(f"--last {scored} is more than the shortest of --lengths, {sizes[0]}: give at most that")
     record["warning"] = _warn_beyond_training(model, run, "--lengths", sizes)
-    found = [ContextLoss(size, []) for size in sizes]
+    losses: dict[int, list[float]] = {size: [] for size in sizes}  # nats per token of each sequence
     progress = Progress(sum(sizes) * sequences)
     for loaded in within_documents(model, length=sizes[-1], sequences=sequences, last=scored):
-        for each in found:
-            each.losses.append(loss_with_context(model, loaded, each.context, scored))
-            progress.update(each.context)
-    count = len(found[0].losses)
+        for size in sizes:
+            losses[size].append(loss_with_context(model, loaded, size, scored))
+            progress.update(size)
+    count = len(losses[sizes[0]])
     print(f"the last {scored:,} tokens of {count} sequences, each from one document")
     rows: list[dict[str, Any]] = []
-    for each in found:
-        gain, error = (None, None) if each is found[0] else each.gain(found[0])
-        rows.append({"tokens": each.context, "loss": each.loss, "gain": gain, "error": error, "losses": each.losses})
+    for size in sizes:
+        more, error = (None, None) if size == sizes[0] else gain(losses[size], losses[sizes[0]])
+        loss = statistics.fmean(losses[size])
+        rows.append({"tokens": size, "loss": loss, "gain": more, "error": error, "losses": losses[size]})
     columns: Columns = {
         "tokens": ("tokens read", "{:,}".format), "loss": ("loss", "{:.4f}".format),
         "gain": (f"against {sizes[0]:,}", "{:+.4f}".format), "error": ("±", "{:.4f}".format),
@@ -157,7 +159,7 @@ def ruler(
         wording: Templates: held-out (never used in training), or those of data.retrieval. Keys are new in both.
         seed: Random seed of the questions.
     """
-    at_least_one(questions=questions, depths=depths, lengths=min(lengths, default=None))
+    at_least_one(questions=questions, depths=depths, lengths=lengths)
     model, record = _open("ruler", run, device, dtype, data_of)
     from tercet.inference.ruler import TASKS, RulerResult, ask, table_of
 
@@ -170,7 +172,7 @@ def ruler(
                      seed=seed, progress=progress.update):  # fmt: skip
         if isinstance(found, list):
             results += found
-            print(f"{found[0].describe()}{progress.left()}", flush=True)
+            print(f"{found[0].task} at {found[0].length:,} tokens: {found[0].score:.1%}{progress.left()}", flush=True)
         else:
             skipped.append(found)
             print(f"skipped: {found}", file=sys.stderr)

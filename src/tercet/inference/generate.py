@@ -146,16 +146,13 @@ def stream(
     # A padded vocabulary has untrained embedding rows that must never be sampled.
     vocabulary = model.config.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.config.vocab_size)
     texts = [None if tokenizer is None else Detokenizer(tokenizer, stop, row) for row in rows]
-    device = model.embedding.weight.device
 
     def pieces() -> Iterator[Piece]:
         was_training = model.training
         model.eval()
         try:
             decoder = CachedDecoder(model, len(rows), max_len, chunk=prefill_chunk, graph=graph)
-            loop = _DecodeLoop(
-                decoder, sampling, rows, seed, max_new_tokens, vocabulary, ends, device, timing or Timing()
-            )
+            loop = _DecodeLoop(decoder, sampling, rows, seed, max_new_tokens, vocabulary, ends, timing or Timing())
             yield from _pieces(loop, texts)
         finally:
             model.train(was_training)
@@ -171,19 +168,12 @@ class _DecodeLoop:
     """
 
     def __init__(
-        self,
-        decoder: CachedDecoder,
-        sampling: Sampling,
-        rows: list[list[int]],
-        seed: int,
-        steps: int,
-        vocabulary: int,
-        ends: tuple[int, ...],
-        device: torch.device,
-        timing: Timing,
-    ) -> None:
+        self, decoder: CachedDecoder, sampling: Sampling, rows: list[list[int]], seed: int, steps: int,
+        vocabulary: int, ends: tuple[int, ...], timing: Timing,
+    ) -> None:  # fmt: skip
         self.decoder, self.sampling, self.rows, self.ends = decoder, sampling, rows, ends
         self.steps, self.vocabulary, self.timing = steps, vocabulary, timing
+        device = decoder.model.embedding.weight.device
         self._uniform: Tensor | None = None
         if sampling.temperature > 0:
             self._uniform = uniform_draws(seed, len(rows), steps).to(device)

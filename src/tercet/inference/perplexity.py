@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
@@ -95,22 +95,11 @@ def by_position(model: LanguageModel, batches: Iterable[Batch]) -> list[Position
     return [PositionBucket(a, b, int(n), s) for (a, b), s, n in zip(edges, nats, counts, strict=False) if n]
 
 
-@dataclass(frozen=True)
-class ContextLoss:
-    """Loss of the scored tokens when the model reads `context` tokens, these included."""
-
-    context: int
-    losses: list[float]  # one per sequence: nats per token
-
-    @property
-    def loss(self) -> float:
-        return statistics.fmean(self.losses)
-
-    def gain(self, other: ContextLoss) -> tuple[float, float | None]:
-        """Mean difference to another context over the sequences, and its standard error; None for one sequence."""
-        differences = [a - b for a, b in zip(self.losses, other.losses, strict=True)]
-        error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
-        return statistics.fmean(differences), error
+def gain(losses: Sequence[float], others: Sequence[float]) -> tuple[float, float | None]:
+    """Mean difference over the sequences, and its standard error; None for one sequence."""
+    differences = [a - b for a, b in zip(losses, others, strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
+    return statistics.fmean(differences), error
 
 
 def within_documents(model: LanguageModel, *, length: int, sequences: int, last: int | None = None) -> Iterator[Batch]:

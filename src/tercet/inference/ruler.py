@@ -84,13 +84,6 @@ class RulerResult:
         low, high = self.interval
         return {**asdict(self), "low": low, "high": high}
 
-    def describe(self) -> str:
-        low, high = self.interval
-        return (
-            f"{self.length:>9,} tokens, {self.task:<15}  {self.score:>6.1%} ({low:.1%} to {high:.1%}), "
-            f"loss {self.nats:.3f}"
-        )
-
 
 @torch.no_grad()
 def score_answers(model: Transformer, documents: Tensor, spans: list[tuple[int, int, int]]) -> list[tuple[bool, float]]:
@@ -133,14 +126,6 @@ def ask(
                 yield f"{task} does not fit in {length:,} tokens: give longer --lengths"
 
 
-class _Scored(NamedTuple):
-    """One question."""
-
-    depth: float | None
-    share: float  # of its answers that are right
-    nats: float  # per token of its answers
-
-
 def _measure(
     model: LanguageModel,
     writer: QuestionWriter,
@@ -153,7 +138,7 @@ def _measure(
     per_pass = max(1, TOKENS_PER_PASS // length)
     depths = min(depths, questions)  # so that a few questions reach from the beginning to the end, too
     grid = [i / (depths - 1) if depths > 1 else 0.5 for i in range(depths)] if task in SINGLE else [None]
-    scored: list[_Scored] = []
+    scored: list[tuple[float | None, float, float]] = []  # of each question: depth, share of right answers, nats
     for first in range(0, questions, per_pass):
         numbers = range(first, min(first + per_pass, questions))
         places = [grid[number % len(grid)] for number in numbers]
@@ -168,15 +153,13 @@ def _measure(
             sizes = [b - a for a, b in question.answers]
             share = sum(right for right, _ in answers) / len(answers)
             nats = sum(loss * n for (_, loss), n in zip(answers, sizes, strict=True)) / sum(sizes)
-            scored.append(_Scored(place, share, nats))
+            scored.append((place, share, nats))
         progress(tokens.numel())
     results = []
     for depth in dict.fromkeys([None, *grid]):  # all of them, then each depth
-        chosen = [s for s in scored if depth in (None, s.depth)]
-        right = sum(s.share == 1 for s in chosen)
-        score = sum(s.share for s in chosen) / len(chosen)
-        loss = sum(s.nats for s in chosen) / len(chosen)
-        results.append(RulerResult(length, task, depth, len(chosen), right, score, loss))
+        _, shares, losses = zip(*(s for s in scored if depth in (None, s[0])), strict=True)
+        count, right = len(shares), sum(share == 1 for share in shares)
+        results.append(RulerResult(length, task, depth, count, right, sum(shares) / count, sum(losses) / count))
     return results
 
 
