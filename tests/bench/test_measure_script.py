@@ -49,10 +49,3 @@ def test_finished_calls_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     saved = json.loads((tmp_path / "batches.json").read_text())
     assert saved["results"] == [{"kind": "nsa", "cuda_graph": "off"}] * 2
     assert (saved["part"], saved["device"], len(saved["calls"])) == ("batches", "a GPU", 4)
-
-
-def test_arguments_are_parsed_before_torch_is_imported() -> None:
-    code = "import measure, sys; sys.argv[1:] = ['--wrong']; print('torch' in sys.modules); measure.main()"
-    script = Path(measure.__file__).parent
-    done = subprocess.run([sys.executable, "-c", code], cwd=script, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "False\n")

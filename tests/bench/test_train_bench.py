@@ -12,7 +12,7 @@ import torch
 from tercet.bench import commands, settings, train, train_cell
 from tercet.config.load import load
 from tercet.doctor.machine import FAILED, Finding
-from tercet.errors import TercetError, UsageError
+from tercet.errors import TercetError
 from tercet.interop.options import attention_options
 from tercet.model.config import ModelConfig
 
@@ -146,6 +146,7 @@ def test_without_kernels_results_are_not_called_correct(monkeypatch: pytest.Monk
         ({"settings": "model.gate=none", "kinds": ("block-sparse",)}, "--kinds block-sparse sets model.gate"),
         ({"preset": "tiny-dense"}, "--kinds nsa with model.attention=dense"),
         ({"settings": "model.nsa.windw=48"}, r"unknown key model\.nsa\.windw"),
+        ({"tokens": 100}, "--tokens 100 is not a multiple of length 64"),
     ],
 )
 def test_what_would_not_be_measured_as_named_is_refused(options: dict[str, Any], said: str):
@@ -198,8 +199,3 @@ def test_a_check_that_dies_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch):
     replace_process(monkeypatch, "import sys; sys.exit('no kernels')")
     with pytest.raises(TercetError, match="could not compare the kernels with the reference: no kernels"):
         train.measured(asked("nsa"), 1, 1, 60)
-
-
-def test_tokens_are_a_multiple_of_each_length():
-    with pytest.raises(UsageError, match="--tokens 100 is not a multiple of length 64"):
-        commands.train(preset="tiny", lengths=(64,), tokens=100)

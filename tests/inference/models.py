@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from runs import small
 from tercet.inference.load import LanguageModel
@@ -37,37 +36,10 @@ def trained(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-class UncachedDecoder:
-    """Recomputes the whole sequence for every token, row by row: what cached decoding is checked against."""
-
-    def __init__(self, model: Transformer) -> None:
-        self.model = model
-        self._rows: list[list[int]] = []
-
-    def prepare(self) -> None:
-        return
-
-    def prefill(self, prompts: list[list[int]]) -> Tensor:
-        self._rows = [list(prompt) for prompt in prompts]
-        return self._logits()
-
-    def step(self, tokens: Tensor, active: Tensor) -> Tensor:
-        for row, token, more in zip(self._rows, tokens.tolist(), active.tolist(), strict=True):
-            if more:
-                row.append(token)
-        return self._logits()
-
-    def _logits(self) -> Tensor:
-        device = self.model.embedding.weight.device
-        return torch.cat(
-            [self.model.logits(self.model.hidden(torch.tensor([row], device=device))[:, -1]) for row in self._rows]
-        )
-
-
 def greedy_without_cache(model: Transformer, prompt: list[int], steps: int) -> list[int]:
     """The most likely tokens after a prompt, with everything computed again for each."""
-    row = list(prompt)
+    row, device = list(prompt), model.embedding.weight.device
     with torch.no_grad():
         for _ in range(steps):
-            row.append(int(model.logits(model.hidden(torch.tensor([row]))[0, -1]).argmax()))
+            row.append(int(model.logits(model.hidden(torch.tensor([row], device=device))[0, -1]).argmax()))
     return row[len(prompt) :]

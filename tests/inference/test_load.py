@@ -102,11 +102,8 @@ def test_a_batch_and_json_on_the_command_line(run, capsys):
     assert all(len(a["tokens"]) == 5 for a in answers)
 
 
-def test_evaluations_end_with_one_line_of_json(run, tmp_path, capsys):
+def test_a_selection_map_ends_with_one_line_of_json(run, tmp_path, capsys):
     import json
 
-    assert main(["eval", "perplexity", str(run), "--sequences", "2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert json.loads(lines[-1])["eval"] == "perplexity"
     assert main(["eval", "selection-map", str(run), str(tmp_path / "m.html"), "--prompt", "x" * 60]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["blocks"].keys() == {"layer_0", "layer_1"}

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 import tercet
-from inference.models import UncachedDecoder
+from inference.models import greedy_without_cache
 from kernels.caches import filled
 from tercet.attention.kernels import table
 from tercet.attention.reference import block_importance, selector_weight
@@ -250,7 +250,7 @@ def greedy(decoder, prompts: list[list[int]], steps: int) -> list[list[int]]:
 
 def test_a_graph_writes_what_reading_everything_again_writes(model) -> None:
     prompts = [[(37 * i * i + 11) % 251 for i in range(n)] for n in (3, 200, 350)]
-    wanted = greedy(UncachedDecoder(model), prompts, 24)
+    wanted = [greedy_without_cache(model, prompt, 24) for prompt in prompts]
     decoder = CachedDecoder(model, 3, 400)
     assert decoder.graph_reason is None
     assert greedy(decoder, prompts, 24) == wanted
