@@ -336,15 +336,12 @@ def outdated() -> dict[Path, str]:
 
 
 def main(arguments: list[str]) -> int:
-    if arguments not in ([], ["--check"]):
-        print(__doc__, file=sys.stderr)
-        return 2
-    changed = outdated()
+    check, changed = "--check" in arguments, outdated()
     for file, new in changed.items():
-        if not arguments:
+        if not check:
             file.write_text(new, encoding="utf-8")
-        print(f"{file.relative_to(ROOT)}: {'out of date: run python scripts/tables.py' if arguments else 'updated'}")
-    return int(bool(arguments and changed))
+        print(f"{file.relative_to(ROOT)}: {'out of date: run python scripts/tables.py' if check else 'updated'}")
+    return int(check and bool(changed))
 
 
 if __name__ == "__main__":
