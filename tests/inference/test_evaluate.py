@@ -163,9 +163,7 @@ def test_all_of_ones_own_text_is_measured_whatever_its_format(stored, tmp_path, 
         assert record["all"]["tokens"] == sizes  # nothing is held out, nothing is read twice
         assert record["all"]["nats"] == pytest.approx(records[0]["all"]["nats"], rel=1e-6)
     file = tmp_path / "folder" / "0.txt"  # in one sequence
-    assert (
-        main(["eval", "perplexity", str(stored), "--data", str(tmp_path / "folder" / "0.txt"), "--device", "cpu"]) == 0
-    )
+    assert main(["eval", "perplexity", str(stored), "--data", str(file), "--device", "cpu"]) == 0
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     with torch.no_grad():
         nats = F.cross_entropy(model(joined[0][None])[0, :-1].float(), joined[0][1:], reduction="sum")
@@ -266,7 +264,6 @@ def test_a_model_that_selects_nothing_has_no_map():
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer():
-    """A uniform model over pairs of letters takes as many bits per byte as one over letters."""
     from tokenizers import Tokenizer, decoders, models
 
     letters = "abcd"
@@ -277,7 +274,6 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer():
     ids = [*range(16)] * 3
     assert text_bytes(tokenizer, ids) == 2 * len(ids)
     assert text_bytes(ByteTokenizer(), [97, 0, 0xC3, 0xA9, 0xC3]) == 4  # EOS has no text; half a character counts one
-    assert len(ids) * math.log(16) / text_bytes(tokenizer, ids) == pytest.approx(math.log(4))
 
 
 def test_bits_per_byte_are_those_of_the_text(stored, capsys):

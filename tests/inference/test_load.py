@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -92,8 +93,6 @@ def test_the_command_writes_what_the_function_writes(run, capsys):
 
 
 def test_a_batch_and_json_on_the_command_line(run, capsys):
-    import json
-
     flags = ["--max-new-tokens", "5", "--temperature", "0", "--json", "--stop", "zz"]
     assert main(["generate", str(run), "--prompt", "abc", "--prompt", "defghi", *flags]) == 0
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -103,7 +102,5 @@ def test_a_batch_and_json_on_the_command_line(run, capsys):
 
 
 def test_a_selection_map_ends_with_one_line_of_json(run, tmp_path, capsys):
-    import json
-
     assert main(["eval", "selection-map", str(run), str(tmp_path / "m.html"), "--prompt", "x" * 60]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["blocks"].keys() == {"layer_0", "layer_1"}
