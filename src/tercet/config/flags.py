@@ -1,7 +1,7 @@
 """The command line: options from the configuration keys and from function signatures, and their help texts.
 
 `-` and `_` are interchangeable, and so are `--flag value` and `--flag=value`. Values of a list are separated by spaces
-or commas. A switch has an opposite, `--no_cache` or `--log.no_tensorboard`. Of a flag given twice the last one counts,
+or commas. A switch has an opposite, `--no_graph` or `--log.no_tensorboard`. Of a flag given twice the last one counts,
 unless it may be repeated. Values are checked where those of files are, by pydantic.
 """
 

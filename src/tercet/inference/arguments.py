@@ -53,7 +53,7 @@ def check_model(path: str | Path) -> Path:
     path = Path(path).expanduser()
     if not path.exists():
         raise ModelError(f"{path} does not exist: pass a run folder, a checkpoint, or a folder of imported weights")
-    if has_weights(path) or _has_checkpoint(path):
+    if has_weights(path) or (path / manifest.MANIFEST).is_file() or _checkpoints(path):
         return path
     if manifest.step_of(path) is None and (path / "config.json").is_file():
         raise ModelError(
@@ -73,8 +73,9 @@ def has_weights(path: Path) -> bool:
     return (path / CONFIG).is_file() and (path / WEIGHTS).is_file()
 
 
-def _has_checkpoint(path: Path) -> bool:
-    return (path / manifest.MANIFEST).is_file() or any(map(manifest.complete_checkpoints, (path / "checkpoints", path)))
+def _checkpoints(path: Path) -> Path | None:
+    """The folder of complete checkpoints: `checkpoints` in a run folder, or the path itself."""
+    return next((folder for folder in (path / "checkpoints", path) if manifest.complete_checkpoints(folder)), None)
 
 
 def at_least_one(**values: int | Sequence[int] | None) -> None:
@@ -145,7 +146,10 @@ def find_model(path: str | Path, *, verify: bool = False) -> StoredModel:
     path = check_model(path)
     if has_weights(path):
         return StoredModel(load(file=path / CONFIG).config, path, 0)
-    found = _checkpoint(path, verify)
+    folder = _checkpoints(path)
+    # `auto` skips damaged checkpoints of a run; an explicitly named checkpoint must be intact.
+    found = resume.find_checkpoint("auto" if folder else str(path), folder or path, verify=verify)
+    assert found is not None
     with one_line_errors(ModelError, f"{found.path}: {manifest.RUN_STATE} is damaged: restore it from a backup"):
         step = int(found.run_state["step"])
         return StoredModel(resume.saved_config(found).at_step(step), found.path, step)
@@ -157,14 +161,6 @@ def stored_tokenizer(run: RunConfig, source: Path | None) -> Tokenizer:
     if source is not None and data.tokenizer != "byte":
         copy = source / manifest.TOKENIZER if has_weights(source) else manifest.saved_tokenizer(source)
     return load_tokenizer(str(copy) if copy is not None and copy.is_file() else data.tokenizer, data.eos_token)
-
-
-def _checkpoint(path: Path, verify: bool) -> resume.FoundCheckpoint:
-    inside = [folder for folder in (path / "checkpoints", path) if manifest.complete_checkpoints(folder)]
-    # `auto` skips damaged checkpoints of a run; an explicitly named checkpoint must be intact.
-    found = resume.find_checkpoint("auto" if inside else str(path), inside[0] if inside else path, verify=verify)
-    assert found is not None
-    return found
 
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]  # messages: {"role": ..., "content": ...}
