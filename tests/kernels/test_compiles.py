@@ -81,14 +81,12 @@ def operator(
     kc, vc = tensor(Tc, G, DK), tensor(Tc, G, DV)
     ks, vs, kw, vw = tensor(T, G, DK), tensor(T, G, DV), tensor(T, G, DK), tensor(T, G, DV)
     cu = torch.zeros(5, dtype=torch.int32) if packed else None
-    ccu = None if cu is None else ops.nsa_compressed_bounds(cu, 32, 16)
+    ccu = None if cu is None else config.compressed_cu_seqlens(cu)
     o_c, lse_c = ops.nsa_compressed(q, kc, vc, cu, ccu, *numbers)
     blocks = ops.nsa_select(q, kc, lse_c, cu, ccu, *numbers)
-    out, o_s, lse_s, o_w, lse_w, *saved = ops.nsa_attend._init_fn(
-        q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, blocks, cu, ccu, *numbers
-    )
-    kept = ops.Kept(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, blocks, cu, ccu)
-    ops.nsa_backward(out, *kept, saved, *numbers)
+    x = ops.Tensors(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, blocks, cu, ccu)
+    out, o_s, lse_s, o_w, lse_w, *saved = ops.nsa_attend._init_fn(*x, *numbers)
+    ops.nsa_backward(out, *x._replace(o_s=o_s, lse_s=lse_s, o_w=o_w, lse_w=lse_w), saved, *numbers)
 
 
 def spilled(found: list[Compiled], shape: str) -> list[Compiled]:
@@ -110,10 +108,10 @@ def test_a_window_layer_runs_on_the_kernels_of_the_window_branch() -> None:
     """The window alone, without gates: forward and backward of packed documents."""
     q, k = torch.empty(1, 2048, 12, 64, dtype=torch.bfloat16), torch.empty(1, 2048, 2, 64, dtype=torch.bfloat16)
     x = ops.Tensors(q, kw=k, vw=k, cu=torch.zeros(5, dtype=torch.int32))
-    numbers = ops.Numbers(NSAConfig(), [], 2048)
+    numbers = ops.Numbers(ops.sizes_of(NSAConfig()), [], 2048)
     with compiling(90) as found:
         out, _, _, _, lse, _ = ops.attend(x, numbers)
-        ops.gradients(out, ops.Kept(q, kw=k, vw=k, o_w=out, lse_w=lse, cu=x.cu), [], numbers)
+        ops.gradients(out, x._replace(o_w=out, lse_w=lse), [], numbers)
     assert [c.name for c in found] == ["hopper_forward", "delta_kernel", "compressed_window_dq_kernel", "hopper_dkv"]
     assert spilled(found, "C") == []
     assert [c for c in found if c.serialised] == []
@@ -225,17 +223,15 @@ def block_sparse(shape: str, *, packed: bool = False, scoring: bool = False) -> 
 
     q, k, v = tensor(T, H, D), tensor(T, G, D), tensor(T, G, D)
     cu = torch.zeros(5, dtype=torch.int32) if packed else None
-    ccu = None if cu is None else ops.nsa_compressed_bounds(cu, config.compress_block, config.compress_stride)
+    ccu = None if cu is None else config.compressed_cu_seqlens(cu)
     scorer = tensor(T, G * heads, size), tensor(config.num_compressed(T), G, size)
     lse = ops.nsa_compressed_lse(*scorer, cu, ccu, *numbers)
     blocks = ops.nsa_select(*scorer, lse, cu, ccu, *numbers)
     if scoring:
         return
-    out, _, lse_s, _, _, *saved = ops.nsa_attend._init_fn(
-        *ops.Tensors(q, ks=k, vs=v, block_indices=blocks, cu=cu), *numbers
-    )
-    kept = ops.Kept(q, ks=k, vs=v, o_s=out, lse_s=lse_s, block_indices=blocks, cu=cu)
-    ops.nsa_backward(out, *kept, saved, *numbers)
+    x = ops.Tensors(q, ks=k, vs=v, block_indices=blocks, cu=cu)
+    out, _, lse_s, _, _, *saved = ops.nsa_attend._init_fn(*x, *numbers)
+    ops.nsa_backward(out, *x._replace(o_s=out, lse_s=lse_s), saved, *numbers)
 
 
 @pytest.mark.parametrize(
@@ -251,8 +247,7 @@ def test_hopper_keeps_the_scores_of_block_sparse_attention_in_registers(shape: s
     """What the selected branch spills is measured above."""
     with compiling(90) as found:
         block_sparse(shape, packed=packed, scoring=True)
-    kernels = [c.name for c in found if c.name != "compressed_bounds_kernel"]
-    assert kernels == ["compressed_lse_kernel", scoring, "select_kernel"]
+    assert [c.name for c in found] == ["compressed_lse_kernel", scoring, "select_kernel"]
     assert [c for c in found if c.stack > CHOSEN.get((c.name, shape), 0)] == []
     assert all(c.shared <= SHARED_KIB[90] * 1024 for c in found)
 

@@ -20,7 +20,7 @@ from tercet.attention.kernels import compressed, scores, table, window
 from tercet.attention.kernels import hopper as hopper_kernels
 from tercet.attention.kernels.dq import compressed_window_dq
 from tercet.attention.kernels.tiles import Branch
-from tercet.attention.kernels.varlen import Documents, compressed_bounds
+from tercet.attention.kernels.varlen import Documents
 
 sel = import_module("tercet.attention.kernels.selected.launch")
 pytestmark = pytest.mark.interpreter
@@ -78,7 +78,7 @@ def test_a_branch_equals_a_masked_softmax(branch, cu, size, late):
     T, H, G = cu[-1], 4, 2
     g = torch.Generator().manual_seed(0)
     bounds = torch.tensor(cu, dtype=torch.int32) if len(cu) > 2 else None
-    ccu = None if bounds is None else compressed_bounds(bounds, CONFIG.compress_block, CONFIG.compress_stride)
+    ccu = None if bounds is None else CONFIG.compressed_cu_seqlens(bounds)
     rows = T if branch == "window" else CONFIG.num_compressed(T)
     documents = Documents(1, T, CONFIG.num_compressed(T), bounds, ccu)
     q, dout = (torch.randn(1, T, H, size, generator=g).to(BF16) for _ in range(2))
@@ -151,7 +151,7 @@ def test_scores_equal_the_sum_of_softmaxes_over_each_block(heads, size, blocks, 
     config = NSAConfig(*blocks, select_count=3, select_initial=1, select_local=1)
     g = torch.Generator().manual_seed(0)
     bounds = torch.tensor(cu, dtype=torch.int32) if len(cu) > 2 else None
-    ccu = None if bounds is None else compressed_bounds(bounds, config.compress_block, config.compress_stride)
+    ccu = None if bounds is None else config.compressed_cu_seqlens(bounds)
     rows = config.num_compressed(T)
     q = torch.randn(1, T, heads * G, size, generator=g).to(BF16)
     k = torch.randn(1, rows, G, size, generator=g).to(BF16)

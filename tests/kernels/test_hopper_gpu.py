@@ -16,7 +16,7 @@ from tercet.attention.kernels.combine import by_branch, deltas
 from tercet.attention.kernels.dq import compressed_window_dq
 from tercet.attention.kernels.table import Launch, triton_launch
 from tercet.attention.kernels.tiles import Branch
-from tercet.attention.kernels.varlen import Documents, compressed_bounds
+from tercet.attention.kernels.varlen import Documents
 from tercet.bench.attention import Shape, make_inputs, relative_error
 
 pytestmark = [
@@ -48,7 +48,7 @@ def everything(
 
     x = make_inputs(shape, config, "random", 0.0)
     cu = torch.tensor(cuts, dtype=torch.int32, device="cuda") if cuts else None
-    ccu = None if cu is None else compressed_bounds(cu, config.compress_block, config.compress_stride)
+    ccu = None if cu is None else config.compressed_cu_seqlens(cu)
     if ccu is not None:
         x.kc[:, int(ccu[-1]) :] = float("nan")
         x.vc[:, int(ccu[-1]) :] = float("nan")
@@ -112,7 +112,7 @@ def test_gluons_scores_equal_tritons(heads: int, groups: int, size: int, overlap
     config, shape = tercet.NSAConfig(compress_block=overlap), Shape(1, cuts[-1], heads, groups, size)
     x = make_inputs(shape, config, "random", 0.0)
     cu = torch.tensor(cuts, dtype=torch.int32, device="cuda") if len(cuts) > 2 else None
-    ccu = None if cu is None else compressed_bounds(cu, config.compress_block, config.compress_stride)
+    ccu = None if cu is None else config.compressed_cu_seqlens(cu)
     documents = Documents(1, shape.T, x.kc.shape[1], cu, ccu)
     _, lse = compressed.forward(x.q, x.kc, x.vc, config, documents)
     blocks = config.num_blocks(shape.T) + 1

@@ -122,12 +122,11 @@ def test_operators_match_their_schemas_and_fake_implementations() -> None:
     numbers = (ops.sizes_of(CONFIG), [], 23)
     o_c, lse_c = ops.nsa_compressed(q, kc, vc, bounds, ccu, *numbers)
     blocks = ops.nsa_select(q, kc, lse_c, bounds, ccu, *numbers)
-    forward = (q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, blocks, bounds, ccu, *numbers)
-    out, o_s, lse_s, o_w, lse_w, *saved = torch.ops.tercet.nsa_attend(*forward)
-    kept = (q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, o_s, lse_s, o_w, lse_w, blocks, bounds, ccu)
+    given = ops.Tensors(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, blocks, bounds, ccu)
+    out, o_s, lse_s, o_w, lse_w, *saved = torch.ops.tercet.nsa_attend(*given, *numbers)
+    kept = given._replace(o_s=o_s, lse_s=lse_s, o_w=o_w, lse_w=lse_w)
     checks = ("test_schema", "test_faketensor")
     for name, arguments in (
-        ("nsa_compressed_bounds", (bounds, 8, 4)),
         ("nsa_compressed", (q, kc, vc, bounds, ccu, *numbers)),
         ("nsa_select", (q, kc, lse_c, bounds, ccu, *numbers)),
         ("nsa_select_by_tokens", (ks, kw, bounds, False, *numbers)),

@@ -329,7 +329,7 @@ def test_a_replayed_operator_launches_what_the_operator_launches(kind: str, reco
     cu = torch.tensor([0, 700, T], dtype=torch.int32) if kind == "packed" else None
     packing = None if cu is None else Packing(cu, T, T // 16, config)
     ccu = None if packing is None else packing.compressed_cu_seqlens
-    numbers = ops.Numbers(config, [T, *[T - Q] * 3] if Q < T else [], None)
+    numbers = ops.Numbers(ops.sizes_of(config), [T, *[T - Q] * 3] if Q < T else [], None)
 
     def calls() -> None:
         def new(tokens: int, heads: int, size: int = 64, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -338,11 +338,11 @@ def test_a_replayed_operator_launches_what_the_operator_launches(kind: str, reco
         q, dout, gates = new(Q, 12), new(Q, 12), new(Q, 12, 3, torch.float32)
         kc, vc = (new(T // 16 if cu is not None else config.num_compressed(T), 2) for _ in range(2))
         ks, vs, kw, vw = (new(T, 2) for _ in range(4))
-        o_c, lse_c = ops.compressed_attention(q, kc, vc, cu, ccu, numbers)
-        blocks = ops.select_blocks(q, kc, lse_c, cu, ccu, numbers)
+        o_c, lse_c = ops.nsa_compressed(q, kc, vc, cu, ccu, *numbers)
+        blocks = ops.nsa_select(q, kc, lse_c, cu, ccu, *numbers)
         x = ops.Tensors(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, blocks, cu, ccu)
         out, o_s, lse_s, o_w, lse_w, saved = ops.attend(x, numbers)
-        kept = ops.Kept(*x[:10], o_s, lse_s, o_w, lse_w, blocks, cu, ccu)
+        kept = x._replace(o_s=o_s, lse_s=lse_s, o_w=o_w, lse_w=lse_w)
         assert out.shape == o_s.shape
         grads = ops.gradients(dout, kept, tuple(s for s in saved if s is not None), numbers)
         assert [g.shape for g in grads] == [y.shape for y in x[:8]]

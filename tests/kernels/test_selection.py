@@ -16,7 +16,7 @@ from tercet.attention.kernels.decode.common import Scores
 from tercet.attention.kernels.decode.scores import select_blocks as decode_select
 from tercet.attention.kernels.launch import LOG2E
 from tercet.attention.kernels.scores import choose, largest, select
-from tercet.attention.kernels.varlen import Documents, compressed_bounds
+from tercet.attention.kernels.varlen import Documents
 from tercet.attention.layout import KernelLayout, Packing, Span
 
 pytestmark = pytest.mark.interpreter
@@ -85,7 +85,13 @@ def test_packed_documents_equal_documents_one_by_one() -> None:
     cfg = config(select_count=3, select_local=1)
     lengths = (35, 0, 3, 50)
     x = inputs(cfg, 88, groups=1, per_group=1, key_size=16, value_size=16, documents=lengths, dtype=torch.float32)
-    _, chosen = attend(*x.tensors(), cfg, KernelLayout(cu(lengths)), branches=("compressed",), select=True)
+    _, chosen = attend(
+        *x.tensors(),
+        cfg,
+        KernelLayout(cu(lengths), compressed_cu_seqlens=cfg.compressed_cu_seqlens(cu(lengths))),
+        branches=("compressed",),
+        select=True,
+    )
     token = compressed = 0
     for n in lengths:
         m = cfg.num_compressed(n)
@@ -115,7 +121,7 @@ def test_long_rows_choose_as_the_reference(blocks: int) -> None:
     x = inputs(cfg, length, groups=1, per_group=1, key_size=16, value_size=16, documents=lengths, dtype=torch.float32)
     first, tokens = length - 16, x.kc.shape[1]
     q = x.q[:, first:]
-    documents = Documents(1, length, tokens, bounds, compressed_bounds(bounds, 8, 4), first_query=first, queries=16)
+    documents = Documents(1, length, tokens, bounds, cfg.compressed_cu_seqlens(bounds), first_query=first, queries=16)
     chosen = select(q, x.kc, forward(q, x.kc, x.vc, cfg, documents)[1], cfg, documents)
     packing = Packing(bounds, length, tokens, cfg)
     _, expected, _ = reference.compressed_attention(q, x.kc, x.vc, cfg, packing, span=Span(first))
@@ -153,12 +159,6 @@ def test_not_a_number_is_the_lowest_score() -> None:
     assert chosen[0, -1, 0].tolist() == [0, 1, 3, 4, 9]
     assert chosen[0, 80, 0].tolist() == [0, 1, 3, 4, 5]
     assert chosen[0, 79, 0].tolist() == [0, 1, 2, 3, 4]
-
-
-def test_bounds_of_compressed_tokens() -> None:
-    cfg = config()
-    bounds = cu((5, 8, 0, 300, 9, 1) * 60)
-    assert torch.equal(compressed_bounds(bounds, 8, 4), cfg.compressed_cu_seqlens(bounds))
 
 
 @pytest.mark.parametrize(("dtype", "top"), [(torch.float16, 25.0), (torch.float16, 60.0), (torch.float32, 60.0)])

@@ -20,55 +20,36 @@ from torch.nn import functional as F
 
 from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.attention.first_order import first_order
+from tercet.attention.kernels import ops as bodies
 from tercet.attention.kernels.custom_op import must_dispatch
-from tercet.attention.kernels.ops import (
-    GRADIENTS,
-    KEPT,
-    TENSORS,
-    Kept,
-    Numbers,
-    Tensors,
-    compressed_lse,
-    gradients,
-    nsa_attend,
-    run_stages,
-    select_blocks,
-    select_by_scores,
-    sizes_of,
-)
+from tercet.attention.kernels.ops import GRADIENTS, TENSORS, Attended, Numbers, Tensors, gradients, run_stages, sizes_of
 from tercet.attention.kernels.selected.launch import Saved
-from tercet.attention.kernels.varlen import compressed_bounds
-from tercet.attention.layout import KernelLayout
+from tercet.attention.layout import KernelLayout, keep_selection
 
 _INPUTS = TENSORS + len(Numbers._fields)  # of nsa_attend
 _NO_GRADIENT = (None,) * (_INPUTS - GRADIENTS)  # for the inputs after the first eight
 
 
-def _keep(ctx, x: Tensors, numbers: Sequence[Any], found: Sequence[Tensor | None], saved: Sequence[Tensor | None]):
-    """Save what the backward reads. found: the first five fields of an Attended."""
-    out, o_s, lse_s, o_w, lse_w = found
+def _keep(ctx, x: Tensors, numbers: Sequence[Any], found: Attended) -> None:
+    """Save what the backward reads."""
     # one branch without gates: its output is the result
-    if x.ks is None:
-        o_s = None
-    elif o_s is None or o_s.numel() == 0:
-        o_s = out
-    if x.kw is None:
-        o_w = None
-    elif o_w is None or o_w.numel() == 0:
-        o_w = out
+    o_s, o_w = (
+        None if keys is None else found.out if o is None or o.numel() == 0 else o
+        for keys, o in ((x.ks, found.o_s), (x.kw, found.o_w))
+    )  # fmt: skip
     ctx.numbers = numbers
     ctx.set_materialize_grads(False)
-    kept = Kept(*x[:GRADIENTS], x.o_c, x.lse_c, o_s, lse_s, o_w, lse_w, x.block_indices, x.cu, x.ccu)
-    ctx.save_for_backward(*kept, *saved)
+    x = x._replace(o_s=o_s, lse_s=found.lse_s, o_w=o_w, lse_w=found.lse_w)
+    ctx.save_for_backward(*x, *found.saved)
 
 
 # ------------------------------------------------------------ through the dispatcher
 
 
 def _keep_op(ctx, inputs, output) -> None:
-    _keep(
-        ctx, Tensors(*inputs[:TENSORS]), inputs[TENSORS:], output[: -len(Saved._fields)], output[-len(Saved._fields) :]
-    )
+    outputs = len(Attended._fields) - 1
+    found = Attended(*output[:outputs], Saved(*output[outputs:]))
+    _keep(ctx, Tensors(*inputs[:TENSORS]), inputs[TENSORS:], found)
 
 
 @first_order
@@ -76,11 +57,11 @@ def _op_backward(ctx, dout, *_unused):
     if dout is None:
         return (None,) * _INPUTS
     kept = ctx.saved_tensors
-    grads = torch.ops.tercet.nsa_backward(dout, *kept[:KEPT], list(kept[KEPT:]), *ctx.numbers)
+    grads = torch.ops.tercet.nsa_backward(dout, *kept[:TENSORS], list(kept[TENSORS:]), *ctx.numbers)
     return *(None if x is None else g for x, g in zip(kept[:GRADIENTS], grads, strict=True)), *_NO_GRADIENT
 
 
-nsa_attend.register_autograd(_op_backward, setup_context=_keep_op)
+bodies.nsa_attend.register_autograd(_op_backward, setup_context=_keep_op)
 
 
 def project(out: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -125,11 +106,8 @@ class _AttendAndProject(torch.autograd.Function):
         d_weight = (rows.t() @ mixed.flatten(2).flatten(0, 1)).to(weight.dtype)
         d_bias = None if ctx.bias_dtype is None else rows.sum(0).to(ctx.bias_dtype)
         # without the branches' outputs: their deltas are enough
-        kept_ = Kept(
-            *x[:GRADIENTS], lse_c=x.lse_c, lse_s=None if x.ks is None else lse_s, lse_w=None if x.kw is None else lse_w,
-            block_indices=x.block_indices, cu=x.cu, ccu=x.ccu,
-        )  # fmt: skip
-        grads = torch.ops.tercet.nsa_backward(dout, *kept_, saved, *ctx.numbers, delta, planes)
+        x = x._replace(o_c=None, lse_s=None if x.ks is None else lse_s, lse_w=None if x.kw is None else lse_w)
+        grads = torch.ops.tercet.nsa_backward(dout, *x, saved, *ctx.numbers, delta, planes)
         of_tensors = (*grads[: GRADIENTS - 1], dgates)
         found = (None if y is None else grad for y, grad in zip(x[:GRADIENTS], of_tensors, strict=True))
         return d_weight, d_bias, *found, *_NO_GRADIENT
@@ -145,9 +123,9 @@ class _Attend(torch.autograd.Function):
     def forward(ctx, *inputs):
         *inputs, compressed, choose = inputs
         numbers = Numbers(*inputs[TENSORS:])
-        x, (*found, saved) = run_stages(Tensors(*inputs[:TENSORS]), numbers, compressed, choose)
-        _keep(ctx, x, numbers, found, saved)
-        return found[0], x.block_indices if choose else None
+        x, found = run_stages(Tensors(*inputs[:TENSORS]), numbers, compressed, choose)
+        _keep(ctx, x, numbers, found)
+        return found.out, x.block_indices if choose else None
 
     @staticmethod
     @first_order
@@ -155,29 +133,7 @@ class _Attend(torch.autograd.Function):
         kept = ctx.saved_tensors
         if dout is None:
             return (None,) * (_INPUTS + 2)
-        return *gradients(dout, Kept(*kept[:KEPT]), kept[KEPT:], ctx.numbers), *_NO_GRADIENT, None, None
-
-
-class _Direct:
-    """The ops' bodies under the ops' names."""
-
-    nsa_compressed_bounds = staticmethod(compressed_bounds)
-
-    @staticmethod
-    def nsa_compressed_lse(q, kc, cu, ccu, *numbers):
-        return compressed_lse(q, kc, cu, ccu, Numbers(*numbers))
-
-    @staticmethod
-    def nsa_select(q, kc, lse, cu, ccu, *numbers):
-        return select_blocks(q, kc, lse, cu, ccu, Numbers(*numbers))
-
-    @staticmethod
-    def nsa_select_by_tokens(q, k, cu, own, *numbers):
-        return select_by_scores(q, k, cu, own, Numbers(*numbers))
-
-    @staticmethod
-    def keep_selection(block_indices):
-        return block_indices
+        return *gradients(dout, Tensors(*kept[:TENSORS]), kept[TENSORS:], ctx.numbers), *_NO_GRADIENT, None, None
 
 
 # ------------------------------------------------------------ entry points
@@ -205,71 +161,64 @@ def attend(
     """
     choose = block_indices is None and (select or "selected" in branches)
     compressed = "compressed" in branches
-    ops, numbers = _call(config, layout)
-    cu_seqlens = layout.cu_seqlens
-    ccu = _compressed_bounds(layout, config, ops) if compressed or choose else None
+    numbers = _numbers(config, layout)
     if "selected" not in branches:
         ks = vs = None
     if "window" not in branches:
         kw = vw = None
-    if ops is _Direct:
-        x = Tensors(q, kc, vc, ks, vs, kw, vw, gates, None, None, block_indices, cu_seqlens, ccu)
-        out, selection = _attend(x, numbers, compressed, choose)
+    ccu = layout.compressed_cu_seqlens if compressed or choose else None
+    x = Tensors(q, kc, vc, ks, vs, kw, vw, gates, None, None, block_indices, layout.cu_seqlens, ccu)
+    if not must_dispatch():
+        if torch.is_grad_enabled():
+            out, selection = _Attend.apply(*x, *numbers, compressed, choose)
+        else:
+            x, found = run_stages(x, numbers, compressed, choose, False)
+            out, selection = found.out, x.block_indices
         return out if output is None else project(out, *output), selection if choose else block_indices
-    o_c = lse_c = None
+    ops = torch.ops.tercet
     traced = output is not None and torch.compiler.is_compiling()
     # nsa_attend owns the gradient of these
     with torch.no_grad():
         if compressed or choose:
-            o_c, lse_c = ops.nsa_compressed(q, kc, vc, cu_seqlens, ccu, *numbers)
+            o_c, lse_c = ops.nsa_compressed(q, kc, vc, x.cu, ccu, *numbers)
+            x = x._replace(o_c=o_c, lse_c=lse_c)
         if choose:
-            block_indices = ops.nsa_select(q, kc, lse_c, cu_seqlens, ccu, *numbers)
+            block_indices = ops.nsa_select(q, kc, x.lse_c, x.cu, ccu, *numbers)
             # checkpointing saves the selection by this op's name; _AttendAndProject is never recomputed
             if not traced:
-                block_indices = ops.keep_selection(block_indices)
+                block_indices = keep_selection(block_indices)
+    x = x._replace(block_indices=block_indices)
     if not compressed:
-        kc = vc = o_c = lse_c = None
-    inputs = (q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, block_indices, cu_seqlens, ccu, *numbers)
+        x = x._replace(kc=None, vc=None, o_c=None, lse_c=None)
     if traced:
-        return _AttendAndProject.apply(*output, *inputs), block_indices
-    out = ops.nsa_attend(*inputs)[0]
+        return _AttendAndProject.apply(*output, *x, *numbers), block_indices
+    out = ops.nsa_attend(*x, *numbers)[0]
     return out if output is None else project(out, *output), block_indices
 
 
 def select_by_keys(q: Tensor, keys: Tensor, config: NSAConfig, layout: KernelLayout) -> Tensor:
     """block_indices by the scores of compressed keys, without the output of compressed attention."""
-    ops, numbers = _call(config, layout)
-    cu, ccu = layout.cu_seqlens, _compressed_bounds(layout, config, ops)
+    ops, numbers = _ops(), _numbers(config, layout)
+    cu, ccu = layout.cu_seqlens, layout.compressed_cu_seqlens
     with torch.no_grad():
         lse = ops.nsa_compressed_lse(q, keys, cu, ccu, *numbers)
-        return ops.keep_selection(ops.nsa_select(q, keys, lse, cu, ccu, *numbers))
+        return _kept(ops.nsa_select(q, keys, lse, cu, ccu, *numbers))
 
 
 def select_by_tokens(q: Tensor, keys: Tensor, config: NSAConfig, layout: KernelLayout, own: bool) -> Tensor:
     """block_indices by the queries and keys of single tokens: a selector's, or the model's own."""
-    ops, numbers = _call(config, layout)
     with torch.no_grad():
-        return ops.keep_selection(ops.nsa_select_by_tokens(q, keys, layout.cu_seqlens, own, *numbers))
+        return _kept(_ops().nsa_select_by_tokens(q, keys, layout.cu_seqlens, own, *_numbers(config, layout)))
 
 
-def _attend(x: Tensors, numbers: tuple, compressed: bool, choose: bool) -> tuple[Tensor, Tensor | None]:
-    """(output, the selection) without the dispatcher."""
-    if torch.is_grad_enabled():
-        return _Attend.apply(*x, *numbers, compressed, choose)
-    x, found = run_stages(x, Numbers(*numbers), compressed, choose, False)
-    return found.out, x.block_indices
+def _numbers(config: NSAConfig, layout: KernelLayout) -> Numbers:
+    return Numbers(sizes_of(config), list(layout.span), layout.max_seqlen)
 
 
-def _call(config: NSAConfig, layout: KernelLayout) -> tuple[Any, tuple[Any, list[int], int | None]]:
-    """The ops to call, and their Numbers."""
-    dispatch = must_dispatch()
-    ops = torch.ops.tercet if dispatch else _Direct
-    return ops, (sizes_of(config) if dispatch else config, list(layout.span), layout.max_seqlen)
+def _ops() -> Any:
+    """Where to call ops by their names."""
+    return torch.ops.tercet if must_dispatch() else bodies
 
 
-def _compressed_bounds(layout: KernelLayout, config: NSAConfig, ops: Any) -> Tensor | None:
-    """Bounds of the compressed tokens, which are those of whole sequences."""
-    if layout.cu_seqlens is None or layout.compressed_cu_seqlens is not None:
-        return layout.compressed_cu_seqlens
-    whole = layout.cu_seqlens if layout.cu_seqlens.dim() == 1 else layout.cu_seqlens[0]
-    return ops.nsa_compressed_bounds(whole, config.compress_block, config.compress_stride)
+def _kept(block_indices: Tensor) -> Tensor:
+    return keep_selection(block_indices) if must_dispatch() else block_indices

@@ -4,9 +4,9 @@
 
 Block-sparse attention needs no output of compressed attention and starts with nsa_compressed_lse instead.
 
-Activation checkpointing policies can name each op. Op schemas are flat lists of tensors and numbers; between here and
-autograd.py they travel as named tuples. A branch that does not run has None inputs; the ops return empty tensors in
-place of None.
+Activation checkpointing policies can name each op. Op schemas are flat lists of tensors and numbers, which travel as
+named tuples. This module's functions of the same names are the ops' bodies. A branch that does not run has None inputs;
+the ops return empty tensors in place of None.
 
 `span` is empty where q holds whole sequences. For a query range (varlen.py) it is [tokens of the whole, first query
 among the compressed branch's tokens, among the selected keys, among the window keys]. Branches may then have different
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,11 +34,11 @@ from tercet.attention.kernels.replay import replayed
 from tercet.attention.kernels.scores import select
 from tercet.attention.kernels.selected.launch import Saved, selected_backward, selected_forward, selected_saved_like
 from tercet.attention.kernels.tiles import Branch
-from tercet.attention.kernels.varlen import Documents, compressed_bounds
+from tercet.attention.kernels.varlen import Documents
 
 
 class Tensors(NamedTuple):
-    """Tensor arguments of nsa_attend."""
+    """Tensor arguments of nsa_attend; its backward also reads the last four."""
 
     q: Tensor
     kc: Tensor | None = None
@@ -53,13 +53,17 @@ class Tensors(NamedTuple):
     block_indices: Tensor | None = None
     cu: Tensor | None = None  # document bounds
     ccu: Tensor | None = None  # bounds of their compressed tokens
+    o_s: Tensor | None = None
+    lse_s: Tensor | None = None
+    o_w: Tensor | None = None
+    lse_w: Tensor | None = None
 
 
 class Numbers(NamedTuple):
-    """The other arguments of every op. `config` is a list of ints at the op boundary, an NSAConfig inside."""
+    """The other arguments of every op."""
 
-    config: Any
-    span: list[int]
+    config: Sequence[int]  # the fields of an NSAConfig
+    span: Sequence[int]
     longest: int | None
 
 
@@ -74,42 +78,8 @@ class Attended(NamedTuple):
     saved: Saved
 
 
-class Kept(NamedTuple):
-    """Tensors that nsa_backward reads, besides the selected branch's index tensors (Saved)."""
-
-    q: Tensor
-    kc: Tensor | None = None
-    vc: Tensor | None = None
-    ks: Tensor | None = None
-    vs: Tensor | None = None
-    kw: Tensor | None = None
-    vw: Tensor | None = None
-    gates: Tensor | None = None
-    o_c: Tensor | None = None
-    lse_c: Tensor | None = None
-    o_s: Tensor | None = None
-    lse_s: Tensor | None = None
-    o_w: Tensor | None = None
-    lse_w: Tensor | None = None
-    block_indices: Tensor | None = None
-    cu: Tensor | None = None
-    ccu: Tensor | None = None
-
-
-class Gradients(NamedTuple):
-    """Of the first eight Tensors."""
-
-    q: Tensor | None
-    kc: Tensor | None
-    vc: Tensor | None
-    ks: Tensor | None
-    vs: Tensor | None
-    kw: Tensor | None
-    vw: Tensor | None
-    gates: Tensor | None
-
-
-TENSORS, KEPT, GRADIENTS = len(Tensors._fields), len(Kept._fields), len(Gradients._fields)
+TENSORS = len(Tensors._fields)
+GRADIENTS = 8  # the backward returns those of the first eight Tensors
 
 
 def flat(x: Tensor | None) -> Tensor | None:
@@ -134,22 +104,20 @@ def _config(sizes: tuple[int, ...]) -> NSAConfig:
     return NSAConfig(*sizes)
 
 
-def _numbers(config: Sequence[int], span: list[int], longest: int | None) -> Numbers:
-    return Numbers(_config(tuple(config)), span, longest)
-
-
-def _documents(
-    q: Tensor, kc: Tensor | None, cu: Tensor | None, ccu: Tensor | None, numbers: Numbers, branch: int = 0,
+def _setting(
+    q: Tensor, kc: Tensor | None, cu: Tensor | None, ccu: Tensor | None, numbers: Sequence, branch: int = 0,
     keys: Tensor | None = None,
-) -> Documents:  # fmt: skip
-    """As a branch's kernels see them: 0 compressed, 1 selected, 2 window; the latter two with their keys."""
-    _, span, longest = numbers
+) -> tuple[NSAConfig, Documents]:  # fmt: skip
+    """The config, and the documents as a branch's kernels see them: 0 compressed, 1 selected, 2 window; the latter two
+    with their keys."""
+    sizes, span, longest = numbers
+    config = _config(tuple(sizes))
     length, longest = 0 if kc is None else kc.shape[1], -1 if longest is None else longest
     if not span:
-        return Documents(q.shape[0], q.shape[1], length, cu, ccu, longest=longest)
+        return config, Documents(q.shape[0], q.shape[1], length, cu, ccu, longest=longest)
     tokens = span[0] if keys is None else keys.shape[1]
     bounds = cu if cu is None or cu.dim() == 1 else cu[branch]
-    return Documents(q.shape[0], tokens, length, bounds, ccu, span[1 + branch], q.shape[1], longest)
+    return config, Documents(q.shape[0], tokens, length, bounds, ccu, span[1 + branch], q.shape[1], longest)
 
 
 def _rows_like(q: Tensor, v: Tensor, branch: str) -> tuple[Tensor, Tensor]:
@@ -163,87 +131,61 @@ def _filled(q: Tensor, found: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     return tuple(q.new_empty(0) if x is None else x for x in found)
 
 
-# ------------------------------------------------------------ bounds of the compressed tokens
-
-
 # The parts of op schemas. Torch would infer them, but from signatures that name every field of the tuples above again.
+_TENSORS = ", ".join(f"Tensor{'?' * (name in Tensors._field_defaults)} {name}" for name in Tensors._fields)
 _NUMBERS = "SymInt[] config, SymInt[] span, SymInt? longest"
-
-
-def _schema(kind: type[NamedTuple]) -> str:
-    """The fields of a named tuple of tensors as arguments of an op; those that may be None have a default."""
-    return ", ".join(f"Tensor{'?' * (name in kind._field_defaults)} {name}" for name in kind._fields)
 
 
 def _results(count: int) -> str:
     return f"({', '.join(['Tensor'] * count)})"
 
 
-@operator(lambda cu, block, stride: torch.empty_like(cu))
-def nsa_compressed_bounds(cu: Tensor, block: int, stride: int) -> Tensor:
-    return compressed_bounds(cu, block, stride)
-
-
 # ------------------------------------------------------------ compressed attention and selection
-
-
-@replayed
-def compressed_attention(q, kc, vc, cu, ccu, numbers: Numbers) -> tuple[Tensor, Tensor]:
-    q, kc, vc = flat(q), flat(kc), flat(vc)
-    return compressed.forward(q, kc, vc, numbers.config, _documents(q, kc, cu, ccu, numbers))
-
-
-@replayed
-def compressed_lse(q, kc, cu, ccu, numbers: Numbers) -> Tensor:
-    q, kc = flat(q), flat(kc)
-    return compressed.log_sum_exp(q, kc, numbers.config, _documents(q, kc, cu, ccu, numbers))
-
-
-@replayed
-def select_blocks(q, kc, lse, cu, ccu, numbers: Numbers) -> Tensor:
-    q, kc = flat(q), flat(kc)
-    return select(q, kc, lse, numbers.config, _documents(q, kc, cu, ccu, numbers))
-
-
-@replayed
-def select_by_scores(q, k, cu, own: bool, numbers: Numbers) -> Tensor:
-    q, k = flat(q), flat(k)
-    return select_by_tokens(q, k, numbers.config, _documents(q, None, cu, None, numbers, 1, k), own=own)
 
 
 @operator(
     lambda q, kc, vc, *_: _rows_like(q, vc, "compressed"),
     f"(Tensor q, Tensor kc, Tensor vc, Tensor? cu, Tensor? ccu, {_NUMBERS}) -> {_results(2)}",
 )
+@replayed
 def nsa_compressed(q, kc, vc, cu, ccu, *numbers):
-    return compressed_attention(q, kc, vc, cu, ccu, _numbers(*numbers))
+    q, kc, vc = flat(q), flat(kc), flat(vc)
+    return compressed.forward(q, kc, vc, *_setting(q, kc, cu, ccu, numbers))
 
 
 @operator(
     lambda q, kc, *_: q.new_empty(row_shape("compressed", *q.shape[:3]), dtype=torch.float32),
     f"(Tensor q, Tensor kc, Tensor? cu, Tensor? ccu, {_NUMBERS}) -> Tensor",
 )
+@replayed
 def nsa_compressed_lse(q, kc, cu, ccu, *numbers):
-    return compressed_lse(q, kc, cu, ccu, _numbers(*numbers))
+    q, kc = flat(q), flat(kc)
+    return compressed.log_sum_exp(q, kc, *_setting(q, kc, cu, ccu, numbers))
 
 
-def _selection_like(q, kc, lse, cu, ccu, config, span, longest):
-    count = _config(tuple(config)).select_count
-    return q.new_empty(q.shape[0], q.shape[1], kc.shape[2], count, dtype=torch.int32)
-
-
-@operator(_selection_like, f"(Tensor q, Tensor kc, Tensor lse, Tensor? cu, Tensor? ccu, {_NUMBERS}) -> Tensor")
-def nsa_select(q, kc, lse, cu, ccu, *numbers):
-    return select_blocks(q, kc, lse, cu, ccu, _numbers(*numbers))
+def _selection_like(q: Tensor, k: Tensor, config: Sequence[int]) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], k.shape[2], _config(tuple(config)).select_count, dtype=torch.int32)
 
 
 @operator(
-    lambda q, k, cu, own, config, *_: _selection_like(q, k, None, cu, None, config, None, None),
+    lambda q, kc, lse, cu, ccu, config, *_: _selection_like(q, kc, config),
+    f"(Tensor q, Tensor kc, Tensor lse, Tensor? cu, Tensor? ccu, {_NUMBERS}) -> Tensor",
+)
+@replayed
+def nsa_select(q, kc, lse, cu, ccu, *numbers):
+    q, kc = flat(q), flat(kc)
+    return select(q, kc, lse, *_setting(q, kc, cu, ccu, numbers))
+
+
+@operator(
+    lambda q, k, cu, own, config, *_: _selection_like(q, k, config),
     f"(Tensor q, Tensor k, Tensor? cu, bool own, {_NUMBERS}) -> Tensor",
 )
+@replayed
 def nsa_select_by_tokens(q, k, cu, own, *numbers):
     """By a learned selector's queries and keys, or the model's own; `cu` and `span` are the selected branch's."""
-    return select_by_scores(q, k, cu, own, _numbers(*numbers))
+    q, k = flat(q), flat(k)
+    return select_by_tokens(q, k, *_setting(q, None, cu, None, numbers, 1, k), own=own)
 
 
 # ------------------------------------------------------------ the rest of the forward
@@ -254,15 +196,13 @@ def attend(x: Tensors, numbers: Numbers, backward: bool = True) -> Attended:
     """Selected and window attention, and the gated sum with the compressed branch's output. `backward`: its backward
     pass may follow."""
     q, ks, vs, kw, vw, gates = flat(x.q), flat(x.ks), flat(x.vs), flat(x.kw), flat(x.vw), flat(x.gates)
-    config = numbers.config
     o_s = lse_s = o_w = lse_w = None
     saved = Saved()
     if ks is not None:
-        documents = _documents(q, x.kc, x.cu, x.ccu, numbers, 1, ks)
-        blocks = x.block_indices.contiguous()
-        o_s, lse_s, saved = selected_forward(q, ks, vs, blocks, config, documents, backward=backward)
+        setting = _setting(q, x.kc, x.cu, x.ccu, numbers, 1, ks)
+        o_s, lse_s, saved = selected_forward(q, ks, vs, x.block_indices.contiguous(), *setting, backward=backward)
     if kw is not None:
-        documents = _documents(q, x.kc, x.cu, x.ccu, numbers, 2, kw)
+        config, documents = _setting(q, x.kc, x.cu, x.ccu, numbers, 2, kw)
         o_w, lse_w = window.forward(q, kw, vw, config.window, documents)
     if _alone(x):
         return Attended(o_s if o_w is None else o_w, None, lse_s, None, lse_w, saved)
@@ -277,13 +217,11 @@ def run_stages(
 
     `compressed`: the compressed branch runs; `choose`: select blocks by its scores, else they are given.
     """
-    o_c = lse_c = None
-    blocks = x.block_indices
     if compressed or choose:
-        o_c, lse_c = compressed_attention(x.q, x.kc, x.vc, x.cu, x.ccu, numbers)
+        o_c, lse_c = nsa_compressed(x.q, x.kc, x.vc, x.cu, x.ccu, *numbers)
+        x = x._replace(o_c=o_c, lse_c=lse_c)
     if choose:
-        blocks = select_blocks(x.q, x.kc, lse_c, x.cu, x.ccu, numbers)
-    x = x._replace(o_c=o_c, lse_c=lse_c, block_indices=blocks)
+        x = x._replace(block_indices=nsa_select(x.q, x.kc, x.lse_c, x.cu, x.ccu, *numbers))
     if not compressed:
         x = x._replace(kc=None, vc=None, o_c=None, lse_c=None)
     return x, attend(x, numbers, backward)
@@ -296,26 +234,25 @@ def _alone(x: Tensors) -> bool:
 
 @torch.library.custom_op(
     "tercet::nsa_attend", mutates_args=(),
-    schema=f"({_schema(Tensors)}, {_NUMBERS}) -> {_results(len(Attended._fields) - 1 + len(Saved._fields))}",
+    schema=f"({_TENSORS}, {_NUMBERS}) -> {_results(len(Attended._fields) - 1 + len(Saved._fields))}",
 )  # fmt: skip
 def nsa_attend(*arguments):
     """An Attended, its `saved` unpacked."""
     x = Tensors(*arguments[:TENSORS])
-    *found, saved = attend(x, _numbers(*arguments[TENSORS:]))
+    *found, saved = attend(x, Numbers(*arguments[TENSORS:]))
     return _filled(x.q, (*found, *saved))
 
 
 @nsa_attend.register_fake
 def _(*arguments):
-    x, (config, span, longest) = Tensors(*arguments[:TENSORS]), arguments[TENSORS:]
+    x = Tensors(*arguments[:TENSORS])
     q, alone = x.q, _alone(x)
     out, lse_w = _rows_like(q, next(v for v in (x.vc, x.vs, x.vw) if v is not None), "window")
     lse_s = q.new_empty(row_shape("selected", *q.shape[:3]), dtype=torch.float32)
     saved = Saved()
     if x.ks is not None:
-        numbers = _numbers(config, span, longest)
-        documents = _documents(q, x.kc, x.cu, x.ccu, numbers, 1, x.ks)
-        saved = selected_saved_like(q, x.ks, x.vs, x.block_indices, numbers.config, documents)
+        setting = _setting(q, x.kc, x.cu, x.ccu, arguments[TENSORS:], 1, x.ks)
+        saved = selected_saved_like(q, x.ks, x.vs, x.block_indices, *setting)
     found = (
         out,
         None if x.ks is None or alone else torch.empty_like(out),
@@ -345,12 +282,11 @@ def nsa_delta(
 
 @replayed
 def gradients(
-    dout: Tensor, x: Kept, saved: Sequence[Tensor | None], numbers: Numbers, delta: Tensor | None = None,
+    dout: Tensor, x: Tensors, saved: Sequence[Tensor | None], numbers: Numbers, delta: Tensor | None = None,
     planes: Tensor | None = None,
-) -> Gradients:  # fmt: skip
-    """A branch runs if its keys are given. With `delta` and `planes` (gates), as nsa_delta computes them, the
-    branches' outputs are not needed, and the gradient of the gates is None."""
-    config, span, _ = numbers
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Of the first eight Tensors. A branch runs if its keys are given. With `delta` and `planes` (gates), as nsa_delta
+    computes them, the branches' outputs are not needed, and the gradient of the gates is None."""
     dout, q, kc, vc, ks, vs, kw, vw, gates = map(flat, (dout, *x[:GRADIENTS]))
     dgates = None
     if delta is None:
@@ -359,9 +295,11 @@ def gradients(
     dkc = dvc = dks = dvs = dkw = dvw = dq = None
     of_compressed = None if kc is None else Branch(kc, vc, x.lse_c, delta_c, g_c)
     of_window = None if kw is None else Branch(kw, vw, x.lse_w, delta_w, g_w)
-    documents = _documents(q, kc, x.cu, x.ccu, numbers)
-    windows = _documents(q, kc, x.cu, x.ccu, numbers, 2, kw) if span else documents
-    if span and kc is not None and kw is not None:
+    config, documents = _setting(q, kc, x.cu, x.ccu, numbers)
+    blocks = windows = documents
+    if numbers.span:
+        blocks, windows = (_setting(q, kc, x.cu, x.ccu, numbers, i, k)[1] for i, k in ((1, ks), (2, kw)))
+    if numbers.span and kc is not None and kw is not None:
         # two calls: the window's keys may start elsewhere, so that positions differ
         dq = compressed_window_dq(q, dout, of_compressed, None, config, documents)
         dq += compressed_window_dq(q, dout, None, of_window, config, windows)
@@ -372,26 +310,25 @@ def gradients(
     if of_window is not None:
         dkw, dvw = window.dkv(q, dout, of_window, config.window, windows)
     if ks is not None:
-        blocks = _documents(q, kc, x.cu, x.ccu, numbers, 1, ks) if span else documents
         dq, dks, dvs = selected_backward(
             q, ks, vs, x.block_indices.contiguous(), x.lse_s, dout, g_s, delta_s, config, blocks, saved, dq=dq
         )
-    return Gradients(dq, dkc, dvc, dks, dvs, dkw, dvw, dgates)
+    return dq, dkc, dvc, dks, dvs, dkw, dvw, dgates
 
 
 def _gradients_like(dout, *arguments):
-    x, sums = Kept(*arguments[:KEPT]), arguments[KEPT + 1 + len(Numbers._fields) :]
+    x, sums = Tensors(*arguments[:TENSORS]), arguments[TENSORS + 1 + len(Numbers._fields) :]
     like = x[:GRADIENTS] if not sums or sums[0] is None else (*x[: GRADIENTS - 1], None)
     return _filled(x.q, [None if y is None else y.new_empty(y.shape) for y in like])
 
 
 @operator(
     _gradients_like,
-    f"(Tensor dout, {_schema(Kept)}, Tensor[] saved, {_NUMBERS}, Tensor? sums=None, Tensor? planes=None)"
+    f"(Tensor dout, {_TENSORS}, Tensor[] saved, {_NUMBERS}, Tensor? sums=None, Tensor? planes=None)"
     f" -> {_results(GRADIENTS)}",
 )
 def nsa_backward(dout, *arguments):
-    """The Gradients. `sums`, `planes`: the deltas and gates of nsa_delta."""
-    x, saved, rest = Kept(*arguments[:KEPT]), arguments[KEPT], arguments[KEPT + 1 :]
+    """The gradients. `sums`, `planes`: the deltas and gates of nsa_delta."""
+    x, saved, rest = Tensors(*arguments[:TENSORS]), arguments[TENSORS], arguments[TENSORS + 1 :]
     numbers, sums = rest[: len(Numbers._fields)], rest[len(Numbers._fields) :]
-    return _filled(x.q, gradients(dout, x, saved, _numbers(*numbers), *sums))
+    return _filled(x.q, gradients(dout, x, saved, Numbers(*numbers), *sums))

@@ -36,16 +36,8 @@ SCRATCH_BYTES = 576 << 20
 _SIDE_BY_SIDE = 4  # most rows that one program selects for at once
 WIDEST = 1024  # most scores that one program selects from; longer rows take two rounds
 _PER_BATCH = [
-    "docs",
-    "length",
-    "per_sequence",
-    "first_query",
-    "queries",
-    "tile0",
-    "blocks",
-    "compressed_length",
-    "rows",
-]
+    "docs", "length", "per_sequence", "first_query", "queries", "tile0", "blocks", "compressed_length", "rows",
+]  # fmt: skip
 
 
 @triton.jit

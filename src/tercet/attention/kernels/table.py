@@ -51,28 +51,25 @@ class Launch:
 
 class Row(NamedTuple):
     stages: tuple[str, ...]
-    module: str  # of this package; "" for the stage's own Triton kernel (TRITON)
+    module: str  # of this package; "" for the stage's own Triton kernel
     majors: tuple[int, ...]  # compute capability; empty: any
     heads: tuple[int, ...]  # the larger of Dk and Dv, padded to a power of two, at least 64
     launch: Launch
-    gluon: bool = False  # needs Dk = Dv, bf16 or fp16, and tensors that TMA can load
     float32: bool = False
     packed: bool = True  # also for packed documents
     query_range: bool = True  # also where q holds only part of the tokens
 
+    @property
+    def gluon(self) -> bool:
+        """Needs Dk = Dv, bf16 or fp16, and tensors that TMA can load."""
+        return self.module.startswith("hopper.")
 
-# Stage -> module of its Triton kernel, which takes every call.
-TRITON = {
-    "compressed_forward": "compressed",
-    "score": "scores",
-    "token_score": "block_scores",
-    "own_score": "block_scores",
-    "window_forward": "window",
-    "query_gradient": "dq",
-    "compressed_key_gradients": "compressed",
-    "window_key_gradients": "window",
-}
-ALL = tuple(TRITON)
+
+# Stages that have a Triton kernel, which takes every call.
+ALL = (
+    "compressed_forward", "score", "token_score", "own_score", "window_forward", "query_gradient",
+    "compressed_key_gradients", "window_key_gradients",
+)  # fmt: skip
 FORWARD = ("compressed_forward", "window_forward")
 DKV = ("compressed_key_gradients", "window_key_gradients")
 SELECTED_DKV = ("selected_key_gradients",)
@@ -82,35 +79,21 @@ TABLE: tuple[Row, ...] = (
     Row(DKV, "", (), (256,), Launch(rows=16, keys=32, stages=1), float32=True),
     Row(ALL, "", (), (64, 128, 256), Launch(rows=32, keys=32, stages=1), float32=True),
     # Hopper, in Gluon
-    Row(FORWARD, "hopper.forward", (9,), (64, 96, 128), Launch(), gluon=True, query_range=False),
+    Row(FORWARD, "hopper.forward", (9,), (64, 96, 128), Launch(), query_range=False),
     # at head 64 Triton's dQ is as fast at 2k and 8k, and faster at 64k
-    Row(("query_gradient",), "hopper.dq", (9,), (96, 128), Launch(), gluon=True, packed=False, query_range=False),
-    Row(("compressed_key_gradients",), "hopper.dkv", (9,), (64,), Launch(stages=3, parts=48), gluon=True),
-    Row(("window_key_gradients",), "hopper.dkv", (9,), (64,), Launch(stages=3), gluon=True),
-    Row(DKV, "hopper.dkv", (9,), (96, 128), Launch(), gluon=True),
-    Row(("score",), "hopper.scores", (9,), (64,), Launch(held=6), gluon=True, query_range=False),
-    Row(("score",), "hopper.scores", (9,), (96, 128), Launch(held=4), gluon=True, query_range=False),
+    Row(("query_gradient",), "hopper.dq", (9,), (96, 128), Launch(), packed=False, query_range=False),
+    Row(("compressed_key_gradients",), "hopper.dkv", (9,), (64,), Launch(stages=3, parts=48)),
+    Row(("window_key_gradients",), "hopper.dkv", (9,), (64,), Launch(stages=3)),
+    Row(DKV, "hopper.dkv", (9,), (96, 128), Launch()),
+    Row(("score",), "hopper.scores", (9,), (64,), Launch(held=6), query_range=False),
+    Row(("score",), "hopper.scores", (9,), (96, 128), Launch(held=4), query_range=False),
     # registers: the mean over the warps that gather and those that multiply
-    Row(("selected_partials",), "hopper.selected_forward", (9,), (64,), Launch(stages=4, registers=64), gluon=True),
-    Row(("selected_partials",), "hopper.selected_forward", (9,), (96, 128), Launch(registers=80), gluon=True),
-    Row(SELECTED_DKV, "hopper.selected_dkv", (9,), (64,), Launch(stages=4, registers=128, gathering=48), gluon=True),
+    Row(("selected_partials",), "hopper.selected_forward", (9,), (64,), Launch(stages=4, registers=64)),
+    Row(("selected_partials",), "hopper.selected_forward", (9,), (96, 128), Launch(registers=80)),
+    Row(SELECTED_DKV, "hopper.selected_dkv", (9,), (64,), Launch(stages=4, registers=128, gathering=48)),
     # dK and dV take half of a thread's registers: with 64 rows per step, their scores would spill
-    Row(
-        SELECTED_DKV,
-        "hopper.selected_dkv",
-        (9,),
-        (128,),
-        Launch(rows=32, stages=4, registers=128, gathering=24),
-        gluon=True,
-    ),
-    Row(
-        SELECTED_DKV,
-        "hopper.selected_dkv",
-        (9,),
-        (96,),
-        Launch(rows=32, stages=4, registers=128, gathering=32),
-        gluon=True,
-    ),
+    Row(SELECTED_DKV, "hopper.selected_dkv", (9,), (128,), Launch(32, stages=4, registers=128, gathering=24)),
+    Row(SELECTED_DKV, "hopper.selected_dkv", (9,), (96,), Launch(32, stages=4, registers=128, gathering=32)),
     # Hopper and Blackwell, in Triton
     Row(FORWARD, "", (9, 10), (64,), Launch(stages=2, tma=True)),
     Row(FORWARD, "", (9, 10), (128,), Launch(stages=3, tma=True)),
@@ -229,13 +212,13 @@ SELECTED: tuple[tuple[str, SelectedSettings], ...] = (
     (
         "head ≤ 64",
         SelectedSettings(
-            dkv_transposed=True,
-            dkv_stages=3,
             forward_stages=2,
             forward_registers=128,
             dq_registers=128,
             kv_forward_stages=3,
+            dkv_stages=3,
             dkv_dq_stages=2,
+            dkv_transposed=True,
             segment_rows=4096,
             forward_limit=2.6,
             backward_limit=1.6,

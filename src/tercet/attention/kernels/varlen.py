@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -113,21 +112,6 @@ def visible(position, L: tl.constexpr, S: tl.constexpr):
     return tl.where(position + 1 < L, 0, (position + 1 - L) // S + 1)
 
 
-@triton.jit
-def compressed_bounds_kernel(CU, CCU, docs, L: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr):
-    # one program with a running sum over chunks of documents, so that the document count stays a run-time value
-    index = tl.arange(0, CHUNK)
-    total = 0
-    tl.store(CCU, 0)
-    for base in tl.range(0, docs, CHUNK):
-        inside = base + index < docs
-        begin = tl.load(CU + base + index, mask=inside, other=0)
-        end = tl.load(CU + base + index + 1, mask=inside, other=0)
-        count = visible(end - begin - 1, L, S)
-        tl.store(CCU + base + index + 1, total + tl.cumsum(count, 0), mask=inside)
-        total += tl.sum(count, 0)
-
-
 @dataclass(frozen=True)
 class Documents:
     """What a launch needs to know of a batch's documents: host numbers and device bounds, never device values.
@@ -186,10 +170,3 @@ class Documents:
         if self.cu is None:
             return self.batch * -(-length // rows)
         return length // rows + self.count
-
-
-def compressed_bounds(cu: Tensor, block: int, stride: int) -> Tensor:
-    """NSAConfig.compressed_cu_seqlens in one launch; eager PyTorch needs six."""
-    ccu = torch.empty_like(cu)
-    compressed_bounds_kernel[(1,)](cu, ccu, cu.shape[0] - 1, block, stride, 256, num_warps=1)
-    return ccu

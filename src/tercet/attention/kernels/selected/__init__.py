@@ -25,17 +25,5 @@ Glossary:
     range      consecutive queries that one KV-major launch processes, to bound its scratch memory
                (not the query range of varlen.py, which says what q holds)
 
-One selection, n = 3, as tile lists and as inverted lists (one range):
-
-    query      selected blocks       tile list (4 queries)        inverted lists (block: queries)
-    q0         0 . 2 3 . . .         block  q0 q1 q2 q3           0: q0 q1 q2 q3 q4 q5 q6 q7
-    q1         0 . 2 3 . . .           0     1  1  1  1              └─ piece 0 ┘└─ piece 1 ┘   (segment = 4)
-    q2         0 1 . 3 . . .           1     .  .  1  .           1: q2 q6
-    q3         0 . 2 3 . . .    ->     2     1  1  .  1    or     2: q0 q1 q3 q5
-    ------- tile -----------           3     1  1  1  1           3: q0 q1 q2 q3
-    q4         0 . . . 4 5 .                                      4: q4 q6 q7
-    q5         0 . 2 . . 5 .         0, 1, 2, 4, 5                5: q4 q5 q7
-    q6         0 1 . . 4 . .
-    q7         0 . . . 4 5 .         query-major: 1 program       KV-major: 1 program per piece
-    ------- tile -----------         per tile and KV head
+docs/kernels.md draws both.
 """

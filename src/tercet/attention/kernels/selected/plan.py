@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 
 from tercet.attention.kernels.launch import power_of_2
@@ -16,46 +15,79 @@ from tercet.attention.kernels.table import SelectedSettings
 _identities: dict[tuple, int] = {}
 
 
-@dataclass(frozen=True, eq=False)
 class Plan:
     """`identity` is a number for everything that kernels are specialised on. The document count is not part of it: it
     changes with every batch."""
 
-    identity: int
-    N: int  # queries of the whole batch
-    T: int  # keys per sequence
-    queries: int  # per sequence; less than T for a query range (varlen.py)
-    G: int
-    h: int
-    n: int
-    dk: int
-    dv: int
-    select_block: int
-    initial: int
-    local: int
-    head_tile: int
-    head_tiles: int
-    tile_tokens: int  # queries per tile
-    tile_rows: int
-    tiles: int
-    kv_head_tile: int
-    kv_head_tiles: int
-    segment: int  # most entries per piece
-    forward_parts: int  # programs per piece of Hopper's scattered forward
-    ranges: int
-    range_tokens: int
-    documents: int
-    packed: bool
-    steps: int  # of a binary search over the documents
-    blocks_per_sequence: int
-    L: int  # block numbers, the last one for padding
-    query_major_only: bool
-    query_major_forward_only: bool  # the forward is query-major, whatever the backward is
-    limits: tuple[float, float]
-    forced: int  # most forced blocks per query; 0 where no kernel needs them separately
-    lists: int
-    entries: int
-    slots: int
+    def __init__(
+        self, shape: tuple[int, ...], itemsize: int, documents: int | None, blocks: tuple[int, int, int],
+        settings: SelectedSettings, longest: int | None = None,
+    ) -> None:  # fmt: skip
+        """`longest`: an upper bound on document lengths; T unless given."""
+        B, Q, T, H, G, n, dk, dv = shape
+        self.T, self.queries, self.G, self.n, self.dk, self.dv = T, Q, G, n, dk, dv  # queries: per sequence
+        self.select_block, self.initial, self.local = select_block, initial, local = blocks
+        self.N, self.h = N, h = B * Q, H // G  # queries of the whole batch, heads per group
+        if max(N * G * n, B * T) >= 1 << 31:
+            raise ValueError(f"B*T*G*n={max(N * G * n, B * T)} does not fit 31 bits: split the batch or the sequence")
+        if select_block & (select_block - 1) or not 16 <= select_block <= 128:
+            raise ValueError(
+                f"select_block={select_block} is not a power of two in 16..128: the kernels take only those"
+            )
+        if max(dk, dv) > 256:
+            raise ValueError(f"head sizes Dk={dk}, Dv={dv} exceed 256: the kernels hold a whole head in registers")
+        if n > 1023:
+            raise ValueError(f"select_count={n} exceeds 1023: the kernels keep slot numbers in 10 bits")
+        self.head_tile = min(h, settings.tile_rows)
+        self.head_tiles = -(-h // self.head_tile)
+        self.tile_tokens = min(settings.tile_rows // self.head_tile, 32)  # queries per tile
+        self.tile_rows = max(16, power_of_2(self.tile_tokens * self.head_tile))
+        self.tiles = -(-N // self.tile_tokens)
+        self.kv_head_tile = min(h, settings.kv_forward_rows, settings.dkv_rows, settings.dkv_dq_rows)
+        self.kv_head_tiles = -(-h // self.kv_head_tile)
+        self.segment = max(1, settings.segment_rows // self.kv_head_tile)  # most entries per piece
+        self.blocks_per_sequence = -(-T // select_block)
+        limits = (settings.forward_limit * n, settings.backward_limit * n)
+        piece_bytes = select_block * (dk + dv) * 4 * self.kv_head_tiles / self.segment
+        ranges, range_tokens = self._cut(max(h * max(dk, dv) * itemsize, piece_bytes), settings.range_bytes)
+        # The largest possible mean length of a tile list. Over a whole document, a tile sees half of the blocks on
+        # average.
+        longest = T if longest is None else longest
+        largest_mean: float = -(-longest // select_block)
+        if Q == T:
+            whole = range_tokens // longest if ranges > 1 else 1  # complete documents of this length in a range
+            over = ranges > 1
+            largest_mean = (whole * (largest_mean / 2 + 1.5) + over * largest_mean) / (whole + over)
+        largest_mean = min(largest_mean, self.tile_tokens * n)
+        self.query_major_only = largest_mean <= min(limits)
+        self.query_major_forward_only = largest_mean <= limits[0]  # whatever the backward is
+        # where KV-major is not launched, it must not be chosen
+        self.limits = (math.inf, limits[1]) if self.query_major_forward_only else limits
+        if self.query_major_only:
+            ranges, range_tokens = self._cut(piece_bytes, settings.range_bytes)
+        self.ranges, self.range_tokens = ranges, range_tokens
+        # Pieces are long for the backward's sake, which writes a sum for each. In the forward, where most lists are
+        # longer than a piece, two programs share one, so that all end more nearly together.
+        mean_list = range_tokens * n // -(-max(range_tokens, longest) // select_block)
+        self.forward_parts = 2 if mean_list >= self.segment else 1  # programs per piece of Hopper's scattered forward
+        self.packed = documents is not None
+        self.documents = B if documents is None else documents
+        self.steps = 0 if documents is None else documents.bit_length()  # of a binary search over the documents
+        # block numbers, the last one for padding
+        self.L = (B * self.blocks_per_sequence if documents is None else T // select_block + documents) + 1
+        # most forced blocks per query; 0 where no kernel needs them separately
+        self.forced = 0 if self.query_major_only else min(initial + local, n)
+        self.lists, self.entries = ranges * G * self.L, N * G * n
+        self.slots = self.range_slots(min(range_tokens, N))
+        specialised = (shape, itemsize, self.packed, blocks, settings, self.query_major_only)
+        self.identity = _identities.setdefault(specialised, len(_identities))
+
+    def _cut(self, entry_bytes: float, most_bytes: int) -> tuple[int, int]:
+        """Ranges of entries of this size, and the queries of one."""
+        most = max(self.tile_tokens, int(most_bytes / (entry_bytes * self.G * self.n)))
+        tokens = -(-self.N // -(-self.N // most))
+        tokens = -(-tokens // self.tile_tokens) * self.tile_tokens
+        return -(-self.N // tokens), tokens
 
     @property
     def tile_lists(self) -> tuple[int, int, int]:
@@ -79,99 +111,4 @@ class Plan:
         return begin, token((r + 1) * self.range_tokens) if r < self.ranges - 1 else keys
 
 
-@lru_cache(maxsize=1024)
-def make_plan(
-    shape: tuple[int, ...],
-    itemsize: int,
-    documents: int | None,
-    blocks: tuple[int, int, int],
-    settings: SelectedSettings,
-    longest: int | None = None,
-) -> Plan:
-    """`longest`: an upper bound on document lengths; T unless given."""
-    B, Q, T, H, G, n, dk, dv = shape
-    select_block, initial, local = blocks
-    N, h = B * Q, H // G
-    if max(N * G * n, B * T) >= 1 << 31:
-        raise ValueError(f"B*T*G*n={max(N * G * n, B * T)} does not fit 31 bits: split the batch or the sequence")
-    if select_block & (select_block - 1) or not 16 <= select_block <= 128:
-        raise ValueError(f"select_block={select_block} is not a power of two in 16..128: the kernels take only those")
-    if max(dk, dv) > 256:
-        raise ValueError(f"head sizes Dk={dk}, Dv={dv} exceed 256: the kernels hold a whole head in registers")
-    if n > 1023:
-        raise ValueError(f"select_count={n} exceeds 1023: the kernels keep slot numbers in 10 bits")
-    head_tile = min(h, settings.tile_rows)
-    head_tiles = -(-h // head_tile)
-    tile_tokens = min(settings.tile_rows // head_tile, 32)
-    kv_head_tile = min(h, settings.kv_forward_rows, settings.dkv_rows, settings.dkv_dq_rows)
-    kv_head_tiles = -(-h // kv_head_tile)
-    segment = max(1, settings.segment_rows // kv_head_tile)
-    blocks_per_sequence = -(-T // select_block)
-    limits = (settings.forward_limit * n, settings.backward_limit * n)
-
-    def cut(entry_bytes: float) -> tuple[int, int]:
-        most = max(tile_tokens, int(settings.range_bytes / (entry_bytes * G * n)))  # tokens
-        ranges = -(-N // most)
-        tokens = -(-N // ranges)
-        tokens = -(-tokens // tile_tokens) * tile_tokens
-        return -(-N // tokens), tokens
-
-    piece_bytes = select_block * (dk + dv) * 4 * kv_head_tiles / segment
-    ranges, range_tokens = cut(max(h * max(dk, dv) * itemsize, piece_bytes))
-    # The largest possible mean length of a tile list. Over a whole document, a tile sees half of the blocks on average.
-    longest = T if longest is None else longest
-    largest_mean: float = -(-longest // select_block)
-    if Q == T:
-        whole = range_tokens // longest if ranges > 1 else 1  # complete documents of this length in a range
-        over = ranges > 1
-        largest_mean = (whole * (largest_mean / 2 + 1.5) + over * largest_mean) / (whole + over)
-    largest_mean = min(largest_mean, tile_tokens * n)
-    query_major_only, query_major_forward_only = largest_mean <= min(limits), largest_mean <= limits[0]
-    if query_major_forward_only:
-        limits = (math.inf, limits[1])  # KV-major is not launched, so it must not be chosen
-    if query_major_only:
-        ranges, range_tokens = cut(piece_bytes)
-    # Pieces are long for the backward's sake, which writes a sum for each. In the forward, where most lists are longer
-    # than a piece, two programs share one, so that all end more nearly together.
-    mean_list = range_tokens * n // -(-max(range_tokens, longest) // select_block)
-    forward_parts = 2 if mean_list >= segment else 1
-    L = (B * blocks_per_sequence if documents is None else T // select_block + documents) + 1
-    return Plan(
-        identity=_identities.setdefault(
-            (shape, itemsize, documents is None, blocks, settings, query_major_only), len(_identities)
-        ),
-        N=N,
-        T=T,
-        queries=Q,
-        G=G,
-        h=h,
-        n=n,
-        dk=dk,
-        dv=dv,
-        select_block=select_block,
-        initial=initial,
-        local=local,
-        head_tile=head_tile,
-        head_tiles=head_tiles,
-        tile_tokens=tile_tokens,
-        tile_rows=max(16, power_of_2(tile_tokens * head_tile)),
-        tiles=-(-N // tile_tokens),
-        kv_head_tile=kv_head_tile,
-        kv_head_tiles=kv_head_tiles,
-        segment=segment,
-        forward_parts=forward_parts,
-        ranges=ranges,
-        range_tokens=range_tokens,
-        documents=B if documents is None else documents,
-        packed=documents is not None,
-        steps=0 if documents is None else documents.bit_length(),
-        blocks_per_sequence=blocks_per_sequence,
-        L=L,
-        query_major_only=query_major_only,
-        query_major_forward_only=query_major_forward_only,
-        limits=limits,
-        forced=0 if query_major_only else min(initial + local, n),
-        lists=ranges * G * L,
-        entries=N * G * n,
-        slots=min(range_tokens, N) * G * n // segment + G * L,
-    )
+make_plan = lru_cache(maxsize=1024)(Plan)
