@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.offline import AbsentGPU
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels import launch, ops, replay, table, tape
+from tercet.attention.kernels import launch, ops, replay, table
 from tercet.attention.kernels.replay import replayed
 from tercet.attention.layout import Packing
 
@@ -251,7 +251,7 @@ def test_tensors_that_are_needed_at_the_same_time_do_not_overlap() -> None:
         for _ in range(12):
             first = draw.randrange(10)
             lifetimes.append((draw.randrange(1, 5000), first, first + draw.randrange(5)))
-        offsets, total = tape.share_memory(lifetimes)
+        offsets, total = replay.share_memory(lifetimes)
         placed = list(zip(offsets, lifetimes, strict=True))
         for i, (a, (size, first, last)) in enumerate(placed):
             assert a % 512 == 0
@@ -259,7 +259,7 @@ def test_tensors_that_are_needed_at_the_same_time_do_not_overlap() -> None:
             for b, (other, begin, end) in placed[:i]:
                 assert last < begin or end < first or a + size <= b or b + other <= a
         assert total < sum(size for size, _, _ in lifetimes) + 12 * 512
-    assert tape.share_memory([(600, 0, 1), (512, 1, 2), (600, 2, 3)])[1] == 1024 + 512
+    assert replay.share_memory([(600, 0, 1), (512, 1, 2), (600, 2, 3)])[1] == 1024 + 512
 
 
 def test_what_is_not_compiled_is_not_replayed(function: Any) -> None:
@@ -344,7 +344,7 @@ def test_a_replayed_operator_launches_what_the_operator_launches(kind: str, reco
         out, o_s, lse_s, o_w, lse_w, saved = ops.attend(x, numbers)
         kept = x._replace(o_s=o_s, lse_s=lse_s, o_w=o_w, lse_w=lse_w)
         assert out.shape == o_s.shape
-        grads = ops.gradients(dout, kept, tuple(s for s in saved if s is not None), numbers)
+        grads = ops.gradients(dout, kept, [s for s in saved if s is not None], numbers)
         assert [g.shape for g in grads] == [y.shape for y in x[:8]]
 
     calls()  # compiles and records
@@ -353,5 +353,5 @@ def test_a_replayed_operator_launches_what_the_operator_launches(kind: str, reco
     recorded.clear()
     calls()
     assert len(replay._tapes) == (0 if kind == "packed" else 4)
-    assert all(tape is not None for tape in replay._tapes.values())
+    assert all(x is not None for x in replay._tapes.values())
     assert recorded == written

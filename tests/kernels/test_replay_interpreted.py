@@ -16,7 +16,7 @@ from triton.runtime.interpreter import GridExecutor
 from cases import inputs
 from tercet.attention import kernels
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels import launch, replay, tape
+from tercet.attention.kernels import launch, replay
 
 pytestmark = pytest.mark.interpreter
 
@@ -66,7 +66,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(GridExecutor, "__call__", start)
     monkeypatch.setattr(selected, "_compiled", {})
     monkeypatch.setattr(launch, "_VARIANTS", {})
-    for module in (launch, tape):
+    for module in (launch, replay):
         monkeypatch.setattr(module, "current_stream", lambda: 0)
     monkeypatch.setattr(replay, "can_replay", lambda x: torch._C._len_torch_dispatch_stack() == 0)
     replay.forget_tapes()

@@ -133,7 +133,7 @@ class _Attend(torch.autograd.Function):
         kept = ctx.saved_tensors
         if dout is None:
             return (None,) * (_INPUTS + 2)
-        return *gradients(dout, Tensors(*kept[:TENSORS]), kept[TENSORS:], ctx.numbers), *_NO_GRADIENT, None, None
+        return *gradients(dout, Tensors(*kept[:TENSORS]), list(kept[TENSORS:]), ctx.numbers), *_NO_GRADIENT, None, None
 
 
 # ------------------------------------------------------------ entry points
@@ -212,7 +212,7 @@ def select_by_tokens(q: Tensor, keys: Tensor, config: NSAConfig, layout: KernelL
 
 
 def _numbers(config: NSAConfig, layout: KernelLayout) -> Numbers:
-    return Numbers(sizes_of(config), list(layout.span), layout.max_seqlen)
+    return Numbers(sizes_of(config), tuple(layout.span), layout.max_seqlen)
 
 
 def _ops() -> Any:

@@ -91,12 +91,12 @@ def flat(x: Tensor | None) -> Tensor | None:
     return x.contiguous()
 
 
-def sizes_of(config: NSAConfig) -> list[int]:
+def sizes_of(config: NSAConfig) -> tuple[int, ...]:
     """The config at the op boundary. Not dataclasses.astuple: on Python 3.11 it deep-copies and breaks graphs."""
-    return [
+    return (
         config.compress_block, config.compress_stride, config.select_block, config.select_count,
         config.select_initial, config.select_local, config.window,
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
