@@ -69,6 +69,14 @@ def test_values_and_gradients_are_the_references(
         torch.testing.assert_close(x, exactly.to(dtype), atol=1e-5, rtol=1e-4 if dtype == torch.float32 else 1e-3)
 
 
+@pytest.mark.parametrize(("heads", "size", "block"), [(3, 16, 16), (1, 24, 32)])
+def test_several_heads_share_a_groups_keys(heads: int, size: int, block: int) -> None:
+    q, k = torch.randn(3, 2 * heads, size), torch.randn(130, 2, size)
+    rows, position = torch.tensor([5, 99, 129]), torch.tensor([5, 99, 40])
+    lse = kernels.nsa_block_lse(q, k, rows, position, block, 8)
+    torch.testing.assert_close(lse, reference.block_lse(q, k, rows, position, 8, block))
+
+
 def test_gradients_of_blocks_after_the_query_are_not_read() -> None:
     row, position = sampled(PACKED)
     q, k = torch.randn(len(row), 2, 16), torch.randn(130, 2, 16)

@@ -1,4 +1,5 @@
-"""The choice by single tokens' keys, interpreted, against plain PyTorch: sizes, packing, query ranges, ties."""
+"""The choice by single tokens' keys, interpreted, against plain PyTorch: sizes, packing, query ranges, ties;
+and layers against the reference."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from tercet.attention.kernels.block_scores import select_by_tokens
 from tercet.attention.kernels.table import Launch
 from tercet.attention.kernels.varlen import Documents
 from tercet.attention.reference import selector_weight
+from tercet.model.selector import sample_queries
 
 pytestmark = pytest.mark.interpreter
 
@@ -186,3 +188,46 @@ def test_strided_queries_and_keys() -> None:
     cfg, both = config(count=3), torch.randn(1, 80, 2, 2, 32)
     q, k = both.unbind(2)
     assert torch.equal(select_by_tokens(q, k, cfg, end_of(k, 80)), batch(q, k, cfg))
+
+
+# ------------------------------------------------------------ layers
+
+NSA = tercet.NSAConfig(compress_block=8, compress_stride=4, select_block=16, select_count=4, window=8)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [pytest.param(None, marks=pytest.mark.slow), torch.tensor([0, 7, 90], dtype=torch.int32)],
+    ids=["whole", "packed"],
+)
+def test_a_layer_chooses_and_learns_like_the_reference(bounds: Tensor | None) -> None:
+    layer = tercet.NativeSparseAttention(
+        32, 2, 1, 16, config=NSA, selector="learned", selector_dim=16, selector_rotary=8
+    )
+    layer.init_weights(0.3, 0.1)
+    x = torch.randn(1, 90, 32)
+    sampled = sample_queries(torch.arange(90)[None], 16)
+    found = {}
+    for backend in ("reference", "triton"):
+        layer.backend = backend
+        layer.zero_grad()
+        y = layer(x, cu_seqlens=bounds, sampled=sampled)
+        y.sum().backward()
+        found[backend] = y.detach(), [p.grad.clone() for p in layer.selector.parameters()]
+    torch.testing.assert_close(found["triton"][0], found["reference"][0], rtol=1e-4, atol=1e-5)
+    for a, b in zip(found["triton"][1], found["reference"][1], strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+def test_a_layer_whose_own_queries_choose_equals_the_reference() -> None:
+    layer = tercet.NativeSparseAttention(32, 4, 2, 16, config=NSA, selector="own")
+    layer.init_weights(0.3, 0.1)
+    x, found = torch.randn(1, 110, 32), {}
+    for backend in ("reference", "triton"):
+        layer.backend = backend
+        layer.zero_grad()
+        y = layer(x)
+        y.sum().backward()
+        found[backend] = [y.detach(), *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+    for a, b in zip(found["triton"], found["reference"], strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import tercet
 from tercet.attention import kernels
+from tercet.attention.kernels import launch, replay
 from tercet.attention.layout import KernelLayout, Packing, Span
 from tercet.attention.operator import AttentionInputs, attend
 from tercet.attention.spec import AttentionSpec
@@ -66,14 +69,15 @@ def test_gradients_of_the_papers_head_sizes(dtype: torch.dtype) -> None:
     against_reference(x, both(x, dout), dout, 1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
-def test_gradients_of_packed_documents() -> None:
+@pytest.mark.parametrize(("heads", "groups", "size"), [(12, 2, 64), (4, 2, 96), (3, 3, 128)])
+def test_gradients_of_packed_documents(heads: int, groups: int, size: int) -> None:
     lengths = [1, 700, 31, 0, 2100, 64, 1104]
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
     total = sum(lengths)
     compressed = sum(CONFIG.num_compressed(n) for n in lengths) + 5
-    x = leaves(Shape(1, total, 12, 2, 64))
+    x = leaves(Shape(1, total, heads, groups, size))
     x[1], x[2] = (t.detach()[:, :compressed].contiguous().requires_grad_() for t in x[1:3])
-    dout = torch.randn(1, total, 12, 64, device="cuda", dtype=torch.bfloat16)
+    dout = torch.randn(1, total, heads, size, device="cuda", dtype=torch.bfloat16)
     against_reference(x, both(x, dout, cu_seqlens=cu), dout, 1e-2, cu_seqlens=cu)
 
 
@@ -243,3 +247,75 @@ def test_blocks_are_chosen_as_in_fp64_at_every_magnitude(dtype: torch.dtype, std
     _, exact = tercet.compressed_attention(q.double(), k.double(), v.double(), config=config)
     same = (found[..., :, None] == exact[..., None, :]).any(-1)
     assert (~same).float().mean() <= 5e-4
+
+
+# ------------------------------------------------------------ replays (kernels/replay.py)
+
+NARROW, SHORT = tercet.NSAConfig(window=128), Shape(2, 2048, 12, 2, 64)
+
+
+def given(seed: int, strided: bool = False) -> list[torch.Tensor]:
+    torch.manual_seed(seed)
+    x = [torch.randn_like(t) for t in make_inputs(SHORT, NARROW, "random", 0.0)]
+    # as slices of a wider projection
+    return [torch.cat([t, t], -1)[..., : t.shape[-1]] for t in x] if strided else x
+
+
+def replayed(x: list[torch.Tensor]) -> list[torch.Tensor]:
+    x = [t.detach().requires_grad_() for t in x]
+    out = tercet.nsa_attention(*x, config=NARROW, backend="triton")
+    return [out.detach(), *torch.autograd.grad(out, x, torch.ones_like(out))]
+
+
+def first_and_other(strided: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Inputs, and the results of a call that records; a later call replays."""
+    x = given(0, strided)
+    replay.forget_tapes()
+    wanted = replayed(x)
+    replay.forget_tapes()
+    replayed(given(1, strided))
+    return x, wanted
+
+
+def check(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_replay_takes_strided_inputs() -> None:
+    x, wanted = first_and_other(strided=True)
+    check(replayed(x), wanted)
+
+
+def test_a_replay_launches_on_the_current_stream() -> None:
+    x, wanted = first_and_other()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # launches on another stream would not wait for it
+        y = [t + 0 for t in x]
+        found = replayed(y)
+    torch.cuda.current_stream().wait_stream(stream)
+    check(found, wanted)
+
+
+def test_several_threads_replay() -> None:
+    x, wanted = first_and_other()
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+
+    def work(stream: torch.cuda.Stream) -> list[torch.Tensor]:
+        with torch.cuda.stream(stream):
+            found = [replayed(x) for _ in range(10)][-1]
+        stream.synchronize()
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(work, streams):
+            check(found, wanted)
+
+
+def test_a_replay_with_a_triton_whose_c_function_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.triton, "__version__", "9.0.0")
+    x, wanted = first_and_other()
+    check(replayed(x), wanted)
+    replay.forget_tapes()

@@ -13,8 +13,7 @@ import torch
 import tercet
 from cases import Inputs, attend, compressed_length, cu, inputs
 from tercet.attention.kernels.selected.plan import make_plan
-from tercet.attention.kernels.table import Launch, selected_settings
-from tercet.attention.kernels.tiles import Branch
+from tercet.attention.kernels.table import selected_settings
 from tercet.attention.kernels.varlen import Documents
 
 pytestmark = pytest.mark.interpreter
@@ -146,20 +145,6 @@ def test_documents_longer_than_max_seqlen_are_selected_worse_without_reading_for
     assert int(first.max()) < {10: 1, 30: 4, 50: 6}[max_seqlen]
 
 
-def test_query_ranges_reach_the_end_of_the_longest_document() -> None:
-    compressed = importlib.import_module("tercet.attention.kernels.compressed")
-    x, bounds = sample(), cu(DOCUMENTS)
-    ccu = CONFIG.compressed_cu_seqlens(bounds)
-    bounded, unbounded = (
-        Documents(1, TOKENS, x.kc.shape[1], bounds, ccu, longest=longest) for longest in (LONGEST, -1)
-    )
-    out, lse = compressed.forward(x.q, x.kc, x.vc, CONFIG, unbounded)
-    given = (x.q, torch.ones_like(out), Branch(x.kc, x.vc, lse, torch.zeros_like(lse), None), CONFIG)
-    launch = Launch(rows=16, keys=16)
-    found = compressed.dkv(*given, bounded, launch)
-    torch.testing.assert_close(found, compressed.dkv(*given, unbounded, launch))
-
-
 def test_short_documents_are_query_major_only() -> None:
     packed, rows = plan(32, 2048), plan(None, None, batch=32)
     assert packed.query_major_only
@@ -181,14 +166,6 @@ def test_a_query_range_of_short_documents_is_query_major_only() -> None:
     assert not make_plan(shape, 2, 64, (64, 1, 2), settings, 2048).query_major_only, (
         "its queries may all lie at the end of their documents"
     )
-
-
-def test_max_seqlen_is_at_most_the_number_of_tokens() -> None:
-    bounds = cu(DOCUMENTS)
-    assert Documents(1, TOKENS, 0, bounds, None, longest=50).longest == 50
-    assert Documents(1, TOKENS, 0, bounds, None, longest=1000).longest == TOKENS
-    assert Documents(1, TOKENS, 0, bounds, None).longest == TOKENS
-    assert Documents(2, TOKENS, 0, None, None, longest=50).longest == TOKENS
 
 
 @pytest.mark.parametrize("design", ["union", pytest.param("kv-major", marks=pytest.mark.slow)])

@@ -85,13 +85,9 @@ def test_packed_documents_equal_documents_one_by_one() -> None:
     cfg = config(select_count=3, select_local=1)
     lengths = (35, 0, 3, 50)
     x = inputs(cfg, 88, groups=1, per_group=1, key_size=16, value_size=16, documents=lengths, dtype=torch.float32)
-    _, chosen = attend(
-        *x.tensors(),
-        cfg,
-        KernelLayout(cu(lengths), compressed_cu_seqlens=cfg.compressed_cu_seqlens(cu(lengths))),
-        branches=("compressed",),
-        select=True,
-    )
+    bounds = cu(lengths)
+    layout = KernelLayout(bounds, compressed_cu_seqlens=cfg.compressed_cu_seqlens(bounds))
+    _, chosen = attend(*x.tensors(), cfg, layout, branches=("compressed",), select=True)
     token = compressed = 0
     for n in lengths:
         m = cfg.num_compressed(n)
