@@ -35,13 +35,6 @@ class Saved(NamedTuple):
     spans: Tensor | None = None  # int32 [N, G]
 
 
-class InvertedLists(NamedTuple):
-    order: Tensor
-    lists: Tensor
-    pieces: Tensor
-    spans: Tensor
-
-
 class Call:
     """One call: its plan, its tensors, and the key of its compiled kernels."""
 
@@ -178,7 +171,8 @@ def _choose_design(c: Call, counts: Tensor) -> Tensor:
     return decision
 
 
-def _build_inverted_lists(c: Call) -> InvertedLists:
+def _build_inverted_lists(c: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The last four of a Saved."""
     p = c.plan
     # int16 keys, where they fit, halve the passes of the sort
     short = 2 * p.lists < 1 << 15
@@ -199,7 +193,7 @@ def _build_inverted_lists(c: Call) -> InvertedLists:
         p.steps, steps, p.L, p.G, p.n, p.select_block, p.segment, 128, p.packed, c.query_range,
     )  # fmt: skip
     c.launch(inverted_lists.cut_lists, (-(-p.lists // 128), 1, 1), args, short)
-    return InvertedLists(order, lists, pieces, spans)
+    return order, lists, pieces, spans
 
 
 def selected_forward(
@@ -225,9 +219,8 @@ def selected_forward(
         c.query_range,
     )  # fmt: skip
     grid = (p.tiles, p.G, p.head_tiles)
-    c.launch(
-        query_major.query_major_forward, grid, args, **_options(s.forward_warps, s.forward_stages, s.forward_registers)
-    )
+    options = _options(s.forward_warps, s.forward_stages, s.forward_registers)
+    c.launch(query_major.query_major_forward, grid, args, **options)
     if p.query_major_forward_only:
         return o, lse, saved
     rows = min(p.range_tokens, p.N) * p.G * p.n * p.h
@@ -281,12 +274,11 @@ def selected_backward(
     p, s = c.plan, c.settings
     kept = Saved(*saved) if saved else Saved(*_build_tile_lists(c))
     lists, counts = kept.tile_lists, kept.tile_counts
-    if p.query_major_only:
-        chosen, inverted = counts, _build_inverted_lists(c)  # the kernels do not read the decision
-    elif saved:
-        chosen, inverted = kept.decision[1], InvertedLists(*kept[3:])
-    else:
-        chosen, inverted = _choose_design(c, counts)[1], _build_inverted_lists(c)
+    chosen = counts  # with one design the kernels do not read the decision
+    if not p.query_major_only:
+        chosen = (kept.decision if saved else _choose_design(c, counts))[1]
+    if p.query_major_only or not saved:
+        kept = Saved(lists, counts, None, *_build_inverted_lists(c))
     dq = c.empty(*q.shape, dtype=q.dtype) if dq is None else dq
     dk, dv = c.empty(*k.shape, dtype=k.dtype), c.empty(*v.shape, dtype=v.dtype)
     scale, softmax_scale = LOG2E / math.sqrt(p.dk), 1 / math.sqrt(p.dk)
@@ -300,9 +292,8 @@ def selected_backward(
         c.query_range,
     )  # fmt: skip
     grid = (p.tiles, p.G, p.head_tiles)
-    c.launch(
-        query_major.query_major_dq, grid, args, gated, add, **_options(s.backward_warps, s.dq_stages, s.dq_registers)
-    )
+    options = _options(s.backward_warps, s.dq_stages, s.dq_registers)
+    c.launch(query_major.query_major_dq, grid, args, gated, add, **options)
     sums = c.empty(p.slots + p.G * p.L, p.kv_head_tiles, p.select_block, p.dk + p.dv, dtype=torch.float32)
     partial = dq if p.query_major_only else c.empty(min(p.range_tokens, p.N) * p.G * p.n * p.h, p.dk, dtype=q.dtype)
     heads, pairs = _sum_tile(p.h)
@@ -312,7 +303,7 @@ def selected_backward(
     for r, begin, end in p.each_range():
         known, past = p.new_keys(r, k.shape[0] * p.T, c.first_query)
         grid = (p.range_slots(end - begin), p.kv_head_tiles, 1)
-        tables = (inverted.order, inverted.pieces, inverted.lists, chosen)
+        tables = (kept.order, kept.pieces, kept.lists, chosen)
         where = (r, begin, known, p.lists, p.slots, p.L, *c.tokens, scale)
         for with_dq in (False,) if p.query_major_only else (False, True):
             if hopper is not None:
@@ -344,14 +335,14 @@ def selected_backward(
         if not p.query_major_only:
             total = (end - begin) * p.G
             args = (
-                partial, inverted.spans, chosen, dq, r, begin, total, softmax_scale, p.G, p.h, p.n, p.dk, padded(p.dk),
+                partial, kept.spans, chosen, dq, r, begin, total, softmax_scale, p.G, p.h, p.n, p.dk, padded(p.dk),
                 heads, pairs, 16, add,
             )  # fmt: skip
             grid = _sum_grid(total, pairs, p.h, heads)
             c.launch(reduce.sum_dq, grid, args, add, num_warps=_sum_warps(p, p.dk))
         last = r == p.ranges - 1
         args = (
-            sums, inverted.lists, c.cu, dk, dv, r, known, past, begin * p.G * p.n, p.lists, p.slots, p.L, p.T,
+            sums, kept.lists, c.cu, dk, dv, r, known, past, begin * p.G * p.n, p.lists, p.slots, p.L, p.T,
             p.documents, p.steps, p.blocks_per_sequence, softmax_scale, p.G, p.select_block, p.dk, p.dv,
             p.kv_head_tiles, p.segment, chunk, 4, p.packed, last,
         )  # fmt: skip
