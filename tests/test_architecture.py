@@ -109,7 +109,7 @@ def test_a_cycle_would_be_found():
         "tercet.cli",
         "tercet.config.load, tercet.config.flags, tercet.plan",
         "tercet.data.commands, tercet.data.tokenizers, tercet.data.sources",
-        "tercet.report.commands, tercet.report.watch, tercet.report.pages",
+        "tercet.report.commands, tercet.report.pages",
     ],
 )
 def test_torch_is_not_loaded_by(modules):

@@ -31,8 +31,7 @@ from tercet.data.tokenizers import load_tokenizer
 from tercet.errors import TercetError
 from tercet.interop.huggingface.export import export
 from tercet.interop.huggingface.import_hf import import_model
-from tercet.report.commands import report
-from tercet.report.watch import watch_run
+from tercet.report.commands import report, watch
 from tercet.terminal import printable
 
 MUTATIONS = int(os.environ.get("TERCET_FUZZ", "300"))
@@ -292,7 +291,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Format]:
         mutation = itertools.count()
 
         def read(folder: Path) -> None:
-            watch_run(folder, once=True)
+            watch(folder, once=True)
             if next(mutation) % 30 == 0:  # plots take seconds
                 report([folder], out=root / "page")
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import shutil
 
 import pytest
 
 from tercet import hints
-from tercet.config.keys import flatten
-from tercet.config.load import load, preset_names, write_config
 from tercet.errors import TercetError, UsageError
 from tercet.report.commands import _summary, report
-from tercet.report.gates import Thresholds, data_fix, memory_fix
+from tercet.report.gates import Thresholds
 from tercet.report.read import baseline_mismatch, read_run
 from tercet.report.verdict import judge, record_gaps
 from watched import FEW, copy, dense_baseline, each, gate, rules, run, verdict
@@ -66,24 +63,7 @@ def test_too_few_steps_are_not_tested(healthy):
     assert passed == {"record", "checkpoint and resume"}
     short = [g for g in judged.gates if g.short]
     assert {g.name for g in short} == {"stability", "memory", "selection health", "data", "numerics"}
-    assert all(g.reasons == (("fewer than 500 steps (60 logged)", "train longer"),) for g in short)
-
-
-@pytest.mark.parametrize(
-    ("batch", "mode", "advised"),
-    [
-        (8, "none", ["train.micro_batch", "checkpointing=selective"]),
-        (8, "selective", ["train.micro_batch", "checkpointing=full"]),
-        (8, "full", ["train.micro_batch"]),
-        (1, "full", ["data.seq_len"]),
-    ],
-)
-def test_a_fix_is_not_a_setting_that_is_already_on(batch, mode, advised):
-    fix = memory_fix({"train.micro_batch": batch, "train.activation_checkpointing": mode})
-    known = ("train.micro_batch", "checkpointing=selective", "checkpointing=full", "data.seq_len")
-    assert [name for name in known if name in fix] == advised
-    assert "data prepare" in data_fix({"data.source": "text"})
-    assert "data prepare" not in data_fix({"data.source": "shards"})
+    assert all(g.reasons == [("fewer than 500 steps (60 logged)", "train longer")] for g in short)
 
 
 def test_the_terminal_says_how_to_resume_a_killed_run(healthy):
@@ -210,26 +190,6 @@ def test_a_baseline_must_match_in_everything_but_attention(healthy, tmp_path):
         other = read_run(dense.folder)
         assert baseline_mismatch(healthy, other) == mismatch
     assert gate(judge(healthy, other, FEW), "throughput").verdict == "NOT TESTED"
-
-
-PLANS = [{"preset": name} for name in preset_names()]
-PLANS += [{"flags": {"train.tokens_per_step": 3 * 512, "train.micro_batch": 3, "data.seq_len": 512}}]  # odd
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_the_suggested_command_for_two_ranks_is_valid(healthy, tmp_path, plan):
-    made = load(**plan)
-    (tmp_path / "a run").mkdir()
-    write_config(made.config, made.origins, tmp_path / "a run")
-    found = dataclasses.replace(healthy, folder=tmp_path / "a run", config=flatten(made.config))
-    command = shlex.split(judge(found).informational[0].fix)
-    words = command[command.index("train") + 1 :]
-    flags = dict(zip(words[::2], words[1::2], strict=True))
-    file = flags.pop("--config")
-    given = {key.removeprefix("--"): value for key, value in flags.items()} | {"parallel.world_size": 2}
-    two = load(file=file, flags=given).config
-    assert two.accumulation >= 1
-    assert two.run.dir == f"{tmp_path}/a run-2"
 
 
 def test_an_empty_event_log_is_an_error(tmp_path):

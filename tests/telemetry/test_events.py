@@ -69,7 +69,7 @@ def test_rewinding_moves_measurements_and_keeps_other_events(tmp_path: Path) -> 
 
 def test_a_csv_is_rebuilt_from_past_events_and_then_appended_to(tmp_path: Path) -> None:
     (tmp_path / "training.csv").write_text("old content\n")
-    training, validation = csv_sinks(tmp_path, [logged(1), Validated(step=1, loss=1.0, tokens=5, seconds=0.1)])
+    training, validation, *_ = csv_sinks(tmp_path, [logged(1), Validated(step=1, loss=1.0, tokens=5, seconds=0.1)])
     for sink in (training, validation):
         sink(logged(2, float("nan")))
         sink(Validated(step=2, loss=0.5, tokens=5, seconds=0.1))

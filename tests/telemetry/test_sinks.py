@@ -8,15 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from runs import step_logged
 from tercet.errors import TercetError
 from tercet.telemetry.events import Noted, RunEnded, Validated
-from tercet.telemetry.sinks import (
-    EXCHANGE_COLUMNS,
-    BackgroundSink,
-    ExchangeSink,
-    TensorBoardSink,
-)
+from tercet.telemetry.sinks import BackgroundSink, TensorBoardSink
 from tercet.train.trainer import train
 from watched import corpus, even_clock, run, settings
 
@@ -116,25 +110,3 @@ def test_tensorboard_ignores_events_after_the_end(tmp_path):
     sink(Validated(step=2, loss=1.0, tokens=5, seconds=0.1))
     sink(RunEnded(step=2, outcome="failed", reason="", seconds=1.0))
     assert {p: p.read_bytes() for p in tmp_path.iterdir()} == before
-
-
-def test_a_resumed_run_drops_superseded_rows_and_loses_none_on_a_full_disk(tmp_path, monkeypatch):
-    path, traffic = tmp_path / "exchange_rank0.csv", dict.fromkeys(EXCHANGE_COLUMNS, 0)
-    sink = ExchangeSink(path, traffic, 0)
-    for step in (2, 4):
-        traffic["window"] += 20
-        sink(step_logged(step))
-    rows = ["step," + ",".join(EXCHANGE_COLUMNS), "2,0,0,10,0,0", "4,0,0,10,0,0"]
-    assert path.read_text().splitlines() == rows
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("tercet.atomic_io.sync", full)
-        with pytest.raises(OSError, match="No space"):
-            ExchangeSink(path, traffic, 2)
-    assert path.read_text().splitlines() == rows
-    path.write_text("step,raw,compressed,window,selected,requests,before\n2,0,0,10,0,7,0\n4,0,0,10,0,7,0\n")  # of 0.2
-    ExchangeSink(path, traffic, 2)
-    assert path.read_text().splitlines() == rows[:2]

@@ -8,10 +8,10 @@ import statistics
 from collections import Counter
 
 from tercet import hints
-from tercet.attention.config import BRANCHES, NoChoice, NSAConfig, nothing_to_choose
-from tercet.report.gates import Gate, GateBuilder, Thresholds
+from tercet.attention.config import NoChoice, NSAConfig, nothing_to_choose
+from tercet.report.gates import Gate, Thresholds
 from tercet.report.read import Run, baseline_mismatch, with_defaults
-from tercet.telemetry.events import GraphCaptureFailed, HealthFired, LayersObserved, SelectorsObserved
+from tercet.telemetry.events import GraphCaptureFailed, HealthFired, SelectorsObserved
 from tercet.telemetry.health import FIXES
 from tercet.telemetry.units import plural
 
@@ -30,40 +30,43 @@ def throughput_gate(run: Run, baseline: Run | None, findings: list[HealthFired],
     threshold = f"at least {limits.dense_ratio:g}× dense tokens/s on the same device"
     if target is not None:
         threshold = f"at least {target:,.0f} tokens/s, the stated target"
-    gate = GateBuilder("throughput", f"{threshold}, and no lasting drop", "throughput")
-    speed, exempt = run.tokens_per_s, _why_dense_may_be_faster(run, limits)
+    gate = Gate("throughput", f"{threshold}, and no lasting drop", "throughput")
+    speed = run.tokens_per_s
     if speed is None:
         gate.not_tested("fewer than two log intervals, and the first is warm-up", "train longer")
-        if exempt:
-            gate.not_applicable(exempt, STATE_A_TARGET)
-        return gate.build()
-    gate.add_evidence("tokens/s", f"{speed:,.0f} (median)")
+    else:
+        gate.add_evidence("tokens/s", f"{speed:,.0f} (median)")
     drops = [f for f in findings if f.rule == "throughput_drop"]
     if drops and not run.on_gpu and target is None:
         gate.add_evidence("drops", f"{len(drops)}, not judged: other programs share the CPU")
-    elif drops:
-        worst = min(drops, key=lambda f: f.value / f.threshold)
-        count = f" (worst of {len(drops)} drops)" if len(drops) > 1 else ""
-        gate.fail(f"throughput dropped: {worst.sentence}{count}", FIXES["throughput_drop"])
+    else:
+        gate.fail_on(drops, "throughput_drop")
     compared = ""
-    if target is not None:
+    if target is None:
+        compared = _compare_with_dense(run, baseline, limits, gate)
+    elif speed is not None:
         compared = f", target {target:,.0f}"
         if speed < target:
             gate.fail(f"{speed:,.0f} tokens/s, below the target of {target:,.0f}", "profile it: --profile.steps A:B")
-    elif exempt and (baseline is None or baseline.tokens_per_s is None):
-        gate.not_applicable(exempt, STATE_A_TARGET)
+    return gate.conclude(f"{speed or 0:,.0f} tokens/s{compared}", run, limits)
+
+
+def _compare_with_dense(run: Run, baseline: Run | None, limits: Thresholds, gate: Gate) -> str:
+    """Judge the speed by that of the dense baseline; returns what the gate's sentence says about it."""
+    exempt = _why_dense_may_be_faster(run, limits)
+    if run.tokens_per_s is None or (exempt and (baseline is None or baseline.tokens_per_s is None)):
+        if exempt:
+            gate.not_applicable(exempt, STATE_A_TARGET)
     elif baseline is None:
         gate.not_tested("no dense baseline and no target to compare with", dense_baseline_command(run))
     elif mismatch := baseline_mismatch(run, baseline):
-        gate.add_evidence("dense twin", f"none: {mismatch} ({baseline.folder.name})")
         gate.not_tested(f"{baseline.folder.name} is not a dense baseline: {mismatch}", dense_baseline_command(run))
     elif baseline.tokens_per_s is None:
         gate.not_tested("the dense baseline has too few log intervals", "train the baseline longer")
     else:
-        ratio = speed / baseline.tokens_per_s
-        compared = f", {ratio:.2f}× dense"
+        ratio = run.tokens_per_s / baseline.tokens_per_s
         told = f"{baseline.tokens_per_s:,.0f} tokens/s, ratio {ratio:.2f} ({baseline.folder.name})"
-        gate.add_evidence("dense twin", told)
+        gate.add_evidence("dense baseline", told)
         if slow := _slow_routes(baseline):
             unfair = f"the dense baseline ran on {slow}, so the comparison is not fair"
             gate.not_tested(unfair, "fix that and train it again")
@@ -74,7 +77,8 @@ def throughput_gate(run: Run, baseline: Run | None, findings: list[HealthFired],
                 f"{ratio:.2f}× dense, below {limits.dense_ratio:g}×",
                 "dense may be the better choice at this sequence length (see tercet plan); otherwise profile it",
             )
-    return gate.build(f"{speed:,.0f} tokens/s{compared}", run, limits)
+        return f", {ratio:.2f}× dense"
+    return ""
 
 
 def _why_dense_may_be_faster(run: Run, limits: Thresholds) -> str:
@@ -106,53 +110,43 @@ def dense_baseline_command(run: Run) -> str:
 
 def routing_gate(run: Run, limits: Thresholds) -> Gate:
     """Every branch of every layer ran on its kernel."""
-    gate = GateBuilder("routing", "every branch of every layer on its kernel, in every pass", "routes")
+    gate = Gate("routing", "every branch of every layer on its kernel, in every pass", "routes")
     counts = run.route_counts
-    if not counts:
-        gate.not_tested("no pass was counted", "train longer")
-        return gate.build()
-    passes: Counter[tuple[str, str]] = Counter()
-    for (_, branch, route, _, _), calls in counts.items():
-        passes[branch, route] += calls
-    for (branch, route), calls in sorted(passes.items()):
-        gate.add_evidence(branch, f"{route}: {calls:,} passes")
+    gate.add_evidence("passes", f"{sum(counts.values()):,}")
     seen = {layer for layer, *_ in counts}
-    missing = [i for i in range(len(run.attention)) if i not in seen]
-    if not run.attention:
+    if missing := [i for i in range(len(run.attention)) if i not in seen]:
+        gate.not_tested(f"no pass was counted for layers {', '.join(map(str, missing))}", "train longer")
+    elif not run.attention:
         gate.not_tested("the number of layers is unknown")
-    elif missing:
-        gate.not_tested(f"no pass was counted for layers {', '.join(map(str, missing))}")
     if not run.on_gpu:
         gate.not_applicable(ON_CPU, NOT_ON_CPU)
-        return gate.build()
+        return gate
     slow = run.slow_routes
     for layer, branch, route, reason in slow[:3]:
         gate.fail(f"layer {layer} ran its {branch} branch on {route} ({reason})", _route_fix(reason))
     if len(slow) > 3:
         gate.fail(f"and {len(slow) - 3} more")
-    return gate.build(f"{plural(len(seen), 'layer')}, all branches on their kernels", run, limits)
+    return gate.conclude(f"{plural(len(seen), 'layer')}, all branches on their kernels", run, limits)
 
 
 def fallback_gate(run: Run, limits: Thresholds) -> Gate:
     """No pass silently ran on a slower backend."""
-    gate = GateBuilder("fallbacks", "no unrequested pass on a slower backend than the device supports", "routes")
-    counts = run.route_counts
-    total = sum(counts.values())
+    gate = Gate("fallbacks", "no unrequested pass on a slower backend than the device supports", "routes")
+    total = sum(run.route_counts.values())
     reasons: Counter[str] = Counter()
-    for (_, _, _, reason, fallback), calls in counts.items():
-        if fallback and calls:
-            reasons[reason] += calls
-    gate.add_evidence("passes", f"{total:,}")
-    gate.add_evidence("fallbacks", f"{sum(reasons.values()):,}")
+    for (_, _, _, reason, fallback), calls in run.route_counts.items():
+        reasons[reason] += calls * fallback
+    gate.add_evidence("fallbacks", f"{sum(reasons.values()):,} of {total:,} passes")
     if failed := len(run.of(GraphCaptureFailed)):  # allowed by train.cuda_graph=auto
-        gate.add_evidence("recordings that failed", f"{failed:,}")
-    if not counts:
+        gate.add_evidence("failed CUDA graph captures", f"{failed:,}")
+    if not total:
         gate.not_tested("no pass was counted", "train longer")
     for reason, calls in reasons.most_common(3):
-        gate.fail(f"{calls:,} passes fell back: {reason}", _route_fix(reason))
+        if calls:
+            gate.fail(f"{calls:,} passes fell back: {reason}", _route_fix(reason))
     if not run.on_gpu:
         gate.not_applicable(ON_CPU, NOT_ON_CPU)
-    return gate.build(f"none in {total:,} passes", run, limits)
+    return gate.conclude(f"none in {total:,} passes", run, limits)
 
 
 def _route_fix(reason: str) -> str:
@@ -166,7 +160,7 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     have a collapsed gate or a dead branch. A stuck selection always fails.
     """
     allowed = f"{limits.lone_branch_layers:.0%} of the layers"
-    gate = GateBuilder(
+    gate = Gate(
         "selection health",
         f"a collapsed gate or dead branch in at most {allowed}, no stuck selection; statistics of all layers in at "
         f"least {limits.readings} steps",
@@ -175,15 +169,12 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     sparse = [i for i, kind in enumerate(run.attention) if kind == "nsa"]
     if run.attention and not sparse:
         gate.not_applicable("no layer selects blocks", "train a model whose layers do: model.attention=nsa")
-        return gate.build()
+        return gate
     gated = run.config.get("model.gate") != "none"
     no_choice = _no_choice(run)
     if no_choice and not gated:
         gate.not_applicable(f"nothing to choose: {no_choice.reason}", no_choice.fix)
-    samples = [e for e in run.layers if sparse and all(_has_layer(e, i, gated) for i in sparse)]
-    gate.add_evidence("readings", f"{len(samples)} of all {plural(len(sparse), 'layer')}")
-    if samples:
-        _add_layer_evidence(samples[-1], sparse, gate, gated)
+    _count_samples(run, sparse, gate, limits, gated)
     affected = {f.layer for f in findings if f.rule in ("gate_collapse", "dead_branch")}
     tolerated = None not in affected and len(affected) <= limits.lone_branch_layers * len(sparse)
     for rule in ("gate_collapse", "dead_branch", "selection_stuck"):
@@ -200,20 +191,15 @@ def selection_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     _judge_selectors(run, gate, limits)
     if any(not math.isfinite(v) for e in run.layers for v in e.gate_entropy if v is not None):
         gate.fail("the gates are not finite", "see the numerics gate")
-    if len(samples) < limits.readings:
-        sampled = f"statistics of all layers in {plural(len(samples), 'step')}, at least {limits.readings} needed"
-        gate.not_tested(sampled, "train longer")
     if not gated:
-        passed = f"no stuck selection in {plural(len(sparse), 'layer')}"
-    else:
-        named = sorted(i for i in affected if i is not None)
-        passed = f"all {plural(len(sparse), 'layer')} use all branches"
-        if named:
-            names = f"layer {named[0]} does" if len(named) == 1 else f"layers {', '.join(map(str, named))} do"
-            using = f"{len(sparse) - len(named)} of {len(sparse)} layers use all branches"
-            passed = f"{using}, {names} not (allowed in {allowed})"
-        passed += f"; nothing to choose: {no_choice.reason}" if no_choice else "; no stuck selection"
-    return gate.build(passed, run, limits)
+        return gate.conclude(f"no stuck selection in {plural(len(sparse), 'layer')}", run, limits)
+    passed = f"all {plural(len(sparse), 'layer')} use all branches"
+    if affected:
+        named = ", ".join(str(i) for i in sorted(affected, key=str))
+        using = f"{len(sparse) - len(affected)} of {len(sparse)} layers use all branches"
+        passed = f"{using}, not: layer {named} (allowed in {allowed})"
+    passed += f"; nothing to choose: {no_choice.reason}" if no_choice else "; no stuck selection"
+    return gate.conclude(passed, run, limits)
 
 
 def _no_choice(run: Run) -> NoChoice | None:
@@ -227,15 +213,14 @@ def _no_choice(run: Run) -> NoChoice | None:
         return None
 
 
-def _judge_selectors(run: Run, gate: GateBuilder, limits: Thresholds) -> None:
+def _judge_selectors(run: Run, gate: Gate, limits: Thresholds) -> None:
     """Learned selectors must capture more attention than a random choice would, in the mean of the last readings; they
     start at random, so a short run is not judged by it. The compressed branch's choice is shown only: it has no loss of
     its own that would make it better than random."""
     samples = [e for e in run.of(SelectorsObserved) if e.layer][-5:]
+    samples = [e for e in samples if e.layer == samples[-1].layer]
     if not samples:
         return
-    layers = samples[-1].layer
-    samples = [e for e in samples if e.layer == layers]
     mass, best, random = (
         [statistics.fmean(values) for values in zip(*(getattr(e, name) for e in samples), strict=True)]
         for name in ("mass", "best", "random")
@@ -244,7 +229,7 @@ def _judge_selectors(run: Run, gate: GateBuilder, limits: Thresholds) -> None:
     gate.add_evidence("attention captured", "{} across layers; at random {}, at best {}".format(*of_layers))
     lost = [
         str(layer)
-        for layer, m, b, r in zip(layers, mass, best, random, strict=True)
+        for layer, m, b, r in zip(samples[-1].layer, mass, best, random, strict=True)
         if b - r > _NO_CHOICE and m - r <= _LEARNED * (b - r)
     ]
     if lost and None not in samples[-1].kl and run.step >= limits.min_steps:
@@ -254,21 +239,11 @@ def _judge_selectors(run: Run, gate: GateBuilder, limits: Thresholds) -> None:
         )
 
 
-def _has_layer(event: LayersObserved, layer: int, gated: bool) -> bool:
-    """Whether a sample has the statistics of this layer: of its gates, or of its selection if it has no gates."""
-    values = event.gate_collapse if gated else event.selected_forced
-    return len(values) > layer and values[layer] is not None
-
-
-def _add_layer_evidence(event: LayersObserved, sparse: list[int], gate: GateBuilder, gated: bool) -> None:
-    def of_layers(name: str) -> list[float]:
-        values = getattr(event, name)
-        return [100 * values[i] for i in sparse if i < len(values) and values[i] is not None]
-
-    if gated:
-        for branch in BRANCHES:
-            if shares := of_layers(f"gate_share_{branch}"):
-                gate.add_evidence(f"{branch} share", f"{min(shares):.1f}% to {max(shares):.1f}% across layers")
-        gate.add_evidence("collapsed", f"at most {max(of_layers('gate_collapse')):.1f}% of tokens and heads")
-    if forced := of_layers("selected_forced"):
-        gate.add_evidence("forced blocks", f"{max(forced):.1f}% of the selected blocks")
+def _count_samples(run: Run, sparse: list[int], gate: Gate, limits: Thresholds, gated: bool) -> None:
+    """Samples of all sparse layers: of their gates, or of their selection if they have no gates."""
+    columns = [e.gate_collapse if gated else e.selected_forced for e in run.layers] if sparse else []
+    count = sum(all(len(column) > i and column[i] is not None for i in sparse) for column in columns)
+    gate.add_evidence("samples", f"{count} of all {plural(len(sparse), 'layer')}")
+    if count < limits.readings:
+        sampled = f"statistics of all layers in {plural(count, 'step')}, at least {limits.readings} needed"
+        gate.not_tested(sampled, "train longer")

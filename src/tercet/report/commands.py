@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
+from collections import deque
 from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from tercet.atomic_io import check_writable_folder
 from tercet.errors import TercetError, UsageError
 from tercet.parse import one_line_errors
 from tercet.report import pages
 from tercet.report.gates import GO, NO_GO, NOT_TESTED, Thresholds
-from tercet.report.read import baseline_mismatch, read_run
+from tercet.report.read import baseline_mismatch, read_config, read_run, stale_after
 from tercet.report.verdict import Verdict, judge
+from tercet.telemetry.event_log import events_file, tail
+from tercet.telemetry.events import RunEnded, StepLogged, decode, describe
+from tercet.telemetry.progress import fit, step_fields
+from tercet.telemetry.watchdog import heartbeats
 from tercet.terminal import printable
+
+# What `watch` shows at most, and where it looks for it: in the end of the event file.
+WATCHED_LINES = 30
+WATCHED_BYTES = 2**20
 
 
 def report(
@@ -22,7 +37,6 @@ def report(
     baseline: Path | None = None,
     target_tokens_per_s: float | None = None,
     min_dense_ratio: float = Thresholds.dense_ratio,
-    min_steps: int = Thresholds.min_steps,
     require_go: bool = False,
 ) -> int:
     """Judge runs and write a page for each; with several runs, also a comparison page.
@@ -36,20 +50,15 @@ def report(
         baseline: Run folder of the dense baseline to compare throughput with; detected among several runs.
         target_tokens_per_s: Require this throughput instead of comparing with a dense baseline.
         min_dense_ratio: Required throughput as a multiple of the dense baseline's.
-        min_steps: Steps a verdict needs; can be raised but not lowered.
         require_go: For scripts: exit with code 4, and say why, unless every run is GO; 3 if one is NO-GO.
     """
-    if min_steps < Thresholds.min_steps:
-        raise UsageError(
-            f"min_steps={min_steps} is below {Thresholds.min_steps}, the fewest a verdict can be based on: raise it"
-        )
     for name, number in (("min_dense_ratio", min_dense_ratio), ("target_tokens_per_s", target_tokens_per_s)):
         if number is not None and not 0 < number < math.inf:
             raise UsageError(f"{name}={number:g} must be a positive number")
     if not runs:
         raise UsageError("no run folder given: tercet report runs/NAME-DATE-TIME")
     _check_distinct(runs, baseline)
-    limits = Thresholds(min_steps=min_steps, dense_ratio=min_dense_ratio, tokens_per_s=target_tokens_per_s)
+    limits = Thresholds(dense_ratio=min_dense_ratio, tokens_per_s=target_tokens_per_s)
     loaded = [read_run(path) for path in runs]
     out = out or (Path("comparison") if len(runs) > 1 else runs[0] / "report")
     check_writable_folder("--out", out)
@@ -64,7 +73,7 @@ def report(
         print(printable(f"{run.name} ({run.folder})"), flush=True)
         with one_line_errors(TercetError, f"{run.folder} has damaged records: restore them, or leave this run out"):
             verdict = judge(run, dense, limits)
-            paths.append(pages.write_report(run, verdict, folder, dense))
+            paths.append(pages.write_report(run, verdict, folder))
             verdicts.append(verdict)
             print(printable(_summary(verdict, paths[-1])))
             if require_go and verdict.verdict == NOT_TESTED:
@@ -78,36 +87,56 @@ def report(
 
 
 def watch(run: Path, *, every: float = 1.0, once: bool = False) -> int:
-    """Show a live view of a run and all its ranks until it ends or Ctrl-C.
+    """Show the newest events of a run and what its ranks are doing, until it ends or Ctrl-C.
 
     Args:
         run: The run folder.
         every: Seconds between updates.
-        once: Print one frame and exit; implied if the output is not a terminal.
+        once: Print what there is and exit.
     """
-    from tercet.report.watch import watch_run
+    if not 0 < every < math.inf:
+        raise UsageError(f"every={every:g} must be a positive number of seconds")
+    if not events_file(run).is_file():
+        raise UsageError(f"{run} has no events to show: pass the folder of a run that has started")
+    console = Console()
+    if once or not console.is_terminal:
+        print(printable(_newest_lines(run)[0]))
+        return 0
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, refresh_per_second=4) as live:
+        ended = False
+        while not ended:
+            text, ended = _newest_lines(run)
+            live.update(Text(printable(text)))
+            time.sleep(every)
+    return 0
 
-    return watch_run(run, every=every, once=once)
+
+def _newest_lines(run: Path) -> tuple[str, bool]:
+    """The newest events of a run in words and the heartbeats of its ranks; and whether it has ended."""
+    lines, ended = deque[str](maxlen=WATCHED_LINES), False
+    with one_line_errors(TercetError, f"{run} has damaged records"):
+        for line in tail(events_file(run), WATCHED_BYTES):
+            with contextlib.suppress(ValueError):  # the first line may be cut
+                event = decode(line)
+                ended = isinstance(event, RunEnded)
+                if isinstance(event, StepLogged):
+                    lines.append(f"step {event.step}  {fit(step_fields(event, None), 200)}")
+                elif event is not None and (described := describe(event)):
+                    lines.append(described[1])
+    beats = [] if ended else heartbeats(run, stale_after(read_config(run, [])))
+    return "\n".join([*lines, *beats]), ended
 
 
 def _check_distinct(runs: list[Path], baseline: Path | None) -> None:
     """Refuse to compare a run with itself, also under another path."""
-    seen: dict[Path, Path] = {}
-    for path in runs:
-        if (first := seen.get(path.resolve())) is not None:
-            problem = f"{path} is given twice" if first == path else f"{first} and {path} are the same folder"
-            raise UsageError(f"{problem}: give each run once")
-        seen[path.resolve()] = path
-    if baseline is not None and baseline.resolve() in seen:
-        raise UsageError(
-            f"--baseline {baseline} is also one of the runs to judge: give the run's dense baseline, or give both as "
-            "runs without --baseline to have it detected"
-        )
+    given = [*runs, *([baseline] if baseline else [])]
+    for number, path in enumerate(given):
+        if path.resolve() in [other.resolve() for other in given[:number]]:
+            raise UsageError(f"{path} is given twice: give each run once")
 
 
 def _summary(verdict: Verdict, path: Path) -> str:
-    shown = (*verdict.gates, *verdict.informational)
-    name_width, verdict_width = max(len(g.name) for g in shown), max(len(g.verdict) for g in shown)
-    gates = "\n".join(f"  {g.verdict:<{verdict_width}}  {g.name:<{name_width}}  {g.sentence}" for g in shown)
-    fixes = "".join(f"to fix {g.name}: {g.fix}\n" for g in shown if g.verdict == NO_GO and g.fix)
+    width, verdicts = (max(len(getattr(g, name)) for g in verdict.gates) for name in ("name", "verdict"))
+    gates = "\n".join(f"  {g.verdict:<{verdicts}}  {g.name:<{width}}  {g.sentence}" for g in verdict.gates)
+    fixes = "".join(f"to fix {g.name}: {g.fix}\n" for g in verdict.gates if g.verdict == NO_GO and g.fix)
     return f"{gates}\n{verdict.headline}\n{verdict.sentence}\n{fixes}{path}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 import time
@@ -12,9 +11,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from tercet.report.read import Run, baseline_mismatch, loss_mismatch
+from tercet.report.read import Run
 from tercet.telemetry import events
-from tercet.telemetry.events import Event, HealthFired
+from tercet.telemetry.events import describe
 from tercet.telemetry.sinks import mean_of_last
 from tercet.telemetry.units import duration, plural, quantity
 
@@ -22,8 +21,7 @@ from tercet.telemetry.units import duration, plural, quantity
 MAX_NOTABLE_EVENTS = 200
 # Run state without an end event -> text
 _STATES = {"running": "still running", "silent": "alive, no heartbeat", "gone": "died"}
-# What a long run has most of, and nobody needs to read.
-_MEASUREMENTS = (events.StepLogged, events.ResourcesObserved, events.LayersObserved)
+OF_EVERY_RANK = (events.HealthFired, events.Stalled, events.RunStarted, events.RunEnded)
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,10 @@ class KeyFigure:
     number: float | None = None  # for comparisons
 
 
-def key_figures(run: Run, baseline: Run | None = None) -> list[KeyFigure]:
-    """The run in a few numbers, also relative to its dense baseline."""
-    planned = run.started[-1].steps if run.started else 0
+def key_figures(run: Run) -> list[KeyFigure]:
+    """The run in a few numbers."""
     outcome = run.ended.outcome if run.ended else _STATES.get(run.state, run.state)
-    figures = [KeyFigure("steps", f"{run.step:,}", f"of {planned:,} planned; {outcome}", run.step)]
+    figures = [KeyFigure("steps", f"{run.step:,}", f"of {run.planned:,} planned; {outcome}", run.step)]
     if not run.steps:
         return figures
     last = run.steps[-1]
@@ -49,8 +46,7 @@ def key_figures(run: Run, baseline: Run | None = None) -> list[KeyFigure]:
         stage, lengths = run.stages[-1], " → ".join(f"{s.seq_len:,}" for s in run.stages)
         in_stage = f" of stage {stage.stage}"
         figures.append(KeyFigure("sequence length", lengths, f"stage {stage.stage} of {stage.stages}", stage.seq_len))
-    tokens_per_step = (run.stages or run.started)[-1].tokens_per_step
-    figures.append(KeyFigure("tokens", quantity(last.tokens), f"{tokens_per_step:,} per step", last.tokens))
+    figures.append(KeyFigure("tokens", quantity(last.tokens), f"epoch {last.epoch}", last.tokens))
     smoothed, steps = mean_of_last(run.losses)
     if smoothed is not None:
         first = next(x for x in run.losses if math.isfinite(x))
@@ -61,8 +57,6 @@ def key_figures(run: Run, baseline: Run | None = None) -> list[KeyFigure]:
         best = min((e for e in run.validations if e.seq_len == newest.seq_len), key=lambda e: e.loss)  # of the stage
         note = f"best {best.loss:.4f} at step {best.step:,}"
         figures.append(KeyFigure("validation loss", f"{newest.loss:.4f}", note, newest.loss))
-        if newest.bytes is None and run.config.get("data.tokenizer") == "byte":  # logs of early versions lack the bytes
-            newest = dataclasses.replace(newest, bytes=newest.tokens)
         if newest.bytes and (bits := newest.bits_per_byte) is not None:  # a unit that no tokenizer changes
             note = f"validation, {newest.bytes / newest.tokens:.2f} bytes per token"
             figures.append(KeyFigure("bits per byte", f"{bits:.4f}", note, bits))
@@ -70,8 +64,7 @@ def key_figures(run: Run, baseline: Run | None = None) -> list[KeyFigure]:
         figures.append(KeyFigure("validation loss", "–", "not measured"))
     if (speed := run.tokens_per_s) is not None:
         figures.append(KeyFigure("tokens/s", quantity(speed), f"median{in_stage}, all ranks", speed))
-    mfus = [e.mfu for e in run.last_stage_steps if e.mfu is not None]
-    if mfus:
+    if mfus := [e.mfu for e in run.steps if e.mfu is not None and (not run.stages or e.step > run.stages[-1].step)]:
         mfu = statistics.median(mfus)
         figures.append(KeyFigure("MFU", f"{100 * mfu:.1f}%", f"median{in_stage}", mfu))
     else:
@@ -80,26 +73,7 @@ def key_figures(run: Run, baseline: Run | None = None) -> list[KeyFigure]:
     figures.append(KeyFigure("peak memory", f"{peak:.2f} GiB", "device" if run.on_gpu else "process", peak))
     seconds = _active_seconds(run)
     processes = f"in {len(run.started)} process{'es' * (len(run.started) > 1)}"
-    figures.append(KeyFigure("time", duration(seconds), processes, seconds))
-    return figures if baseline is None else figures + _relative_figures(run, baseline)
-
-
-def _relative_figures(run: Run, baseline: Run) -> list[KeyFigure]:
-    """Speed and validation loss compared with the dense baseline, if it is one."""
-    if baseline_mismatch(run, baseline):
-        return []
-    figures = []
-    if run.tokens_per_s is not None and baseline.tokens_per_s is not None:
-        ratio, note = run.tokens_per_s / baseline.tokens_per_s, f"dense: {quantity(baseline.tokens_per_s)} tokens/s"
-        figures.append(KeyFigure("speed vs dense", f"{ratio:.2f}×", note))
-    if mismatch := loss_mismatch(run, baseline):
-        return [*figures, KeyFigure("loss vs dense", "–", f"not comparable: {mismatch}")]
-    dense = {e.step: e.loss for e in baseline.validations}
-    if last := next((e for e in reversed(run.validations) if e.step in dense), None):
-        change = f"{100 * (last.loss / dense[last.step] - 1):+.2f}%"
-        note = f"validation at step {last.step:,}; dense: {dense[last.step]:.4f}"
-        figures.append(KeyFigure("loss vs dense", change, note))
-    return figures
+    return [*figures, KeyFigure("time", duration(seconds), processes, seconds)]
 
 
 def _active_seconds(run: Run) -> float:
@@ -153,59 +127,18 @@ def format_ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in parts)
 
 
-def notable_events(run: Run, findings: Iterable[HealthFired]) -> list[dict[str, Any]]:
-    """Every event that `describe` knows, and what the health rules find with their default thresholds."""
-    notable = (e for rank in sorted(run.events) for e in run.events[rank] if type(e) not in _MEASUREMENTS)
-    rows = [(e, *described) for e in notable if (described := describe(e))]
-    fired = {(e.rule, e.step, e.rank) for e, *_ in rows if isinstance(e, HealthFired)}
-    # The run's own thresholds may have been wider than the defaults that the report applies.
-    rows += [
-        (f, "no", f.rule, f"{f.sentence} (default thresholds; the run did not report it)")
-        for f in findings
-        if (f.rule, f.step, f.rank) not in fired
-    ]
+def notable_events(run: Run) -> list[dict[str, Any]]:
+    """Every event that `describe` has words for; of a long run only the problems. Ranks other than 0 repeat most."""
+    stream = (e for rank in sorted(run.events) for e in run.events[rank] if not rank or isinstance(e, OF_EVERY_RANK))
+    rows = [(e, *described) for e in stream if (described := describe(e))]
     rows.sort(key=lambda row: row[0].time)
     if len(rows) > MAX_NOTABLE_EVENTS:
-        problems = [row for row in rows if row[1] in ("no", "nt")]
+        problems = [row for row in rows if row[1]]
         rows = (problems or rows)[-MAX_NOTABLE_EVENTS:]
     return [
-        {"when": clock_time(e.time), "step": e.step, "rank": e.rank, "sign": sign, "kind": kind, "text": text}
-        for e, sign, kind, text in rows
+        {"when": clock_time(e.time), "step": e.step, "rank": e.rank, "sign": sign, "text": text}
+        for e, sign, text in rows
     ]
-
-
-def describe(event: Event) -> tuple[str, str, str] | None:
-    """(CSS class, kind, text) of a notable event; None for all others."""
-    match event:
-        case HealthFired():
-            return ("no" if event.action == "halt" else "nt"), event.rule, event.sentence
-        case events.Stalled(over=True):
-            return "", "stall", f"progressing again after {event.for_seconds:.0f} s"
-        case events.Stalled():
-            return "no", "stall", f"no progress for {event.for_seconds:.0f} s while {event.doing}; see {event.dump}"
-        case events.StepsSkipped():
-            return "no", "non-finite", f"skipped steps {format_ranges(event.steps)}, {event.total} in total"
-        case events.CheckpointFailed():
-            return "no", "save failed", event.reason
-        case events.RunEnded():
-            return {"completed": "go", "interrupted": ""}.get(event.outcome, "no"), event.outcome, event.reason
-        case events.RunStarted():
-            begin = f"resumed from {event.resumed_from}" if event.resumed_from else ""
-            moved = f"; {plural(event.superseded, 'later event')} superseded" if event.superseded else ""
-            return "", "started", (begin or f"{event.steps:,} steps on {event.device}") + moved
-    if event.rank:
-        return None  # the same on every rank
-    match event:
-        case events.CheckpointSaved():
-            size = f"{event.bytes / 2**20:.1f} MiB"
-            return "", "saved", f"{event.path}, {size}, training blocked for {event.blocked_seconds:.2f} s"
-        case events.Validated():
-            return "", "validation", f"loss {event.loss:.4f} over {event.tokens:,} tokens"
-        case events.GraphChosen():
-            return "", "CUDA graph", event.sentence
-        case events.Noted():
-            return "", "note", event.text
-    return None
 
 
 def memory_rows(run: Run) -> list[tuple[str, str]]:

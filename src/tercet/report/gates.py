@@ -6,12 +6,10 @@ missing, and GO otherwise.
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +24,6 @@ from tercet.telemetry.units import plural
 from tercet.train import manifest
 
 GO, NO_GO, NOT_TESTED, NOT_APPLICABLE = "GO", "NO-GO", "NOT TESTED", "NOT APPLICABLE"
-INCOMPLETE_RECORD_FIX = "report on a complete run folder"
 PARITY = "kernel parity"  # the doctor's check
 DIED = "died"  # a process that left no end event
 
@@ -52,65 +49,27 @@ class Thresholds:
     lone_branch_layers: float = 0.25  # share of layers that may have a collapsed gate or a dead branch
 
 
-@dataclass(frozen=True)
-class Gate:
-    """One verdict and what led to it."""
-
-    name: str
-    verdict: str
-    sentence: str
-    threshold: str
-    evidence: tuple[tuple[str, str], ...] = ()
-    plot: str | None = None  # anchor of the plot or table that shows it
-    fix: str = ""
-    reasons: tuple[Reason, ...] = ()  # that the sentence joins
-    short: bool = False  # NOT TESTED only because the run has too few steps
-    warnings: tuple[Reason, ...] = ()  # which do not change the verdict
-
-    def as_dict(self) -> dict[str, Any]:
-        """The gate in verdict.json, where NOT APPLICABLE is NOT TESTED with `applicable` false."""
-        return {
-            "name": self.name,
-            "verdict": NOT_TESTED if self.verdict == NOT_APPLICABLE else self.verdict,
-            "applicable": self.verdict != NOT_APPLICABLE,
-            "sentence": self.sentence,
-            "threshold": self.threshold,
-            "evidence": dict(self.evidence),
-            "plot": self.plot,
-            "fix": self.fix,
-            "mend": self.fix,  # the key of version 0.1
-            "reasons": self.reasons,
-            "warnings": self.warnings,
-        }
-
-    def without_complete_record(self) -> Gate:
-        """This gate when the run's record is incomplete: GO becomes NOT TESTED, NO-GO stays."""
-        if self.verdict != GO:
-            return self
-        reason, fix = "the record is incomplete, so this gate cannot pass", INCOMPLETE_RECORD_FIX
-        sentence = f"{reason}: {self.sentence}"
-        return dataclasses.replace(self, verdict=NOT_TESTED, sentence=sentence, fix=fix, reasons=((reason, fix),))
-
-
 @dataclass
-class GateBuilder:
-    """Collects evidence, failures and missing tests of one gate."""
+class Gate:
+    """One criterion: what was found, from which the verdict follows."""
 
     name: str
     threshold: str
-    plot: str | None = None
+    plot: str | None = None  # anchor of the plot or table that shows it
     evidence: list[tuple[str, str]] = field(default_factory=list)
     warnings: list[Reason] = field(default_factory=list)  # people should know them, whatever the verdict
     # by the verdict they ask for; the first in this order wins
-    reasons: dict[str, list[Reason]] = field(default_factory=lambda: {NO_GO: [], NOT_APPLICABLE: [], NOT_TESTED: []})
+    found: dict[str, list[Reason]] = field(default_factory=lambda: {NO_GO: [], NOT_APPLICABLE: [], NOT_TESTED: []})
+    passed: str = ""  # the sentence if it is GO, or would be in a longer run
+    few_steps: str = ""  # why the run is too short for GO
 
     def add_evidence(self, name: str, value: object) -> None:
         self.evidence.append((name, str(value)))
 
     def fail(self, sentence: str, fix: str = "") -> None:
         """Make the gate NO-GO."""
-        if (sentence, fix) not in self.reasons[NO_GO]:
-            self.reasons[NO_GO].append((sentence, fix))
+        if (sentence, fix) not in self.found[NO_GO]:
+            self.found[NO_GO].append((sentence, fix))
 
     def fail_on(self, findings: Iterable[HealthFired], rule: str) -> None:
         """Make the gate NO-GO if this health rule fired."""
@@ -120,46 +79,65 @@ class GateBuilder:
 
     def not_applicable(self, sentence: str, fix: str) -> None:
         """Make the gate NOT APPLICABLE, unless it is NO-GO. fix: what makes it apply, which GO needs."""
-        self.reasons[NOT_APPLICABLE].append((sentence, fix))
+        self.found[NOT_APPLICABLE].append((sentence, fix))
 
     def not_tested(self, sentence: str, fix: str = "") -> None:
         """Make the gate NOT TESTED, unless it is NO-GO or NOT APPLICABLE."""
-        self.reasons[NOT_TESTED].append((sentence, fix))
+        self.found[NOT_TESTED].append((sentence, fix))
 
-    def build(self, passed: str = "", run: Run | None = None, limits: Thresholds | None = None) -> Gate:
-        """The gate; `passed` is its sentence if it is GO, or would be in a longer run. run: must have enough steps."""
-        short = run is not None and limits is not None and run.step < limits.min_steps
-        verdict = next((v for v, reasons in self.reasons.items() if reasons), NOT_TESTED if short else GO)
-        spoken = self.reasons.get(verdict, [])
-        reasons = list(spoken)
-        if run and limits and short and verdict == NOT_TESTED:
-            reasons.append((f"fewer than {limits.min_steps} steps ({run.step} logged)", "train longer"))
-        only_short = verdict == NOT_TESTED and not spoken
+    def conclude(self, passed: str, run: Run, limits: Thresholds) -> Gate:
+        """The gate, with the sentence for GO, which needs enough steps."""
+        self.passed = passed
+        if run.step < limits.min_steps:
+            self.few_steps = f"fewer than {limits.min_steps} steps ({run.step} logged)"
+        return self
+
+    @property
+    def verdict(self) -> str:
+        return next((verdict for verdict, reasons in self.found.items() if reasons), NOT_TESTED if self.short else GO)
+
+    @property
+    def short(self) -> bool:
+        """NOT TESTED only because the run has too few steps."""
+        return bool(self.few_steps) and not any(self.found.values())
+
+    @property
+    def reasons(self) -> list[Reason]:
+        few = [(self.few_steps, "train longer")] if self.few_steps and self.verdict == NOT_TESTED else []
+        return [*self.found.get(self.verdict, []), *few]
+
+    @property
+    def sentence(self) -> str:
         # The report says once that a run is short, not in every gate.
-        sentence = "; ".join(s for s, _ in spoken) or (f"so far: {passed}" if only_short else passed)
-        sentence = "; warning: ".join([sentence, *(warning for warning, _ in self.warnings)])
-        fix = "; ".join(dict.fromkeys(f for _, f in reasons if f))
-        return Gate(
-            self.name, verdict, sentence, self.threshold, tuple(self.evidence), self.plot, fix, tuple(reasons),
-            only_short, tuple(self.warnings),
-        )  # fmt: skip
+        passed = f"so far: {self.passed}" if self.short else self.passed
+        sentence = "; ".join(reason for reason, _ in self.found.get(self.verdict, [])) or passed
+        return "; warning: ".join([sentence, *(warning for warning, _ in self.warnings)])
+
+    @property
+    def fix(self) -> str:
+        return "; ".join(dict.fromkeys(fix for _, fix in self.reasons if fix))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The gate in verdict.json, where NOT APPLICABLE is NOT TESTED with `applicable` false."""
+        names = ("name", "sentence", "threshold", "plot", "fix", "reasons", "warnings")
+        verdict = NOT_TESTED if self.verdict == NOT_APPLICABLE else self.verdict
+        record = {"verdict": verdict, "applicable": self.verdict != NOT_APPLICABLE, "evidence": dict(self.evidence)}
+        return {name: getattr(self, name) for name in names} | record
 
 
 def stability_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:
     """The run kept going and the loss decreased, if the weights that produce it were trained."""
     falls = "" if run.selectors_only else "a decreasing loss, "
-    gate = GateBuilder(
+    gate = Gate(
         "stability",
         f"at least {limits.min_steps} steps, a clean exit, no stalls, {falls}no unrecovered loss spike",
         "loss",
     )
-    planned = run.started[-1].steps if run.started else 0
-    gate.add_evidence("steps", f"{run.step:,} of {planned:,}")
+    gate.add_evidence("steps", f"{run.step:,} of {run.planned:,}")
     ends = _process_ends(run)
     gate.add_evidence("processes", ", ".join(outcome for outcome, _ in ends) or "none")
-    last = ends[-1][0] if ends else ""
     _check_earlier_processes(run, ends, gate)
-    _check_last_process(run, last, gate)
+    _check_last_process(run, gate)
     stalls = [s for r in run.events for s in run.of(events.Stalled, r) if not s.over]
     gate.add_evidence("stalls", len(stalls))
     if stalls:
@@ -170,35 +148,51 @@ def stability_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     loss = f"; training loss {_loss_trend(run).text}" if run.losses else ""
     if run.selectors_only:
         loss = "; only the selectors learn, and the selection gate judges what they learned"
-    return gate.build(f"{plural(run.step, 'step')}, {last}{loss}", run, limits)
+    return gate.conclude(f"{plural(run.step, 'step')}, {ends[-1][0] if ends else ''}{loss}", run, limits)
 
 
-def _check_earlier_processes(run: Run, ends: list[tuple[str, str]], gate: GateBuilder) -> None:
-    """A process may end badly if a later one trained on from a verified checkpoint, or had nothing left to do."""
-    verified = run.config.get("checkpoint.verify") is not False
-    endings = Counter[tuple[str, str, str]]()  # by outcome, reason and what followed
-    for number, (outcome, reason) in enumerate(ends[:-1], 1):
+def _process_ends(run: Run) -> list[tuple[str, str]]:
+    """How each process of the run ended, and the reason of its end event."""
+    ends: list[tuple[str, str]] = []
+    for event in run.events.get(0, []):
+        if isinstance(event, events.RunStarted):
+            ends.append((DIED, ""))
+        elif isinstance(event, events.RunEnded) and ends:
+            ends[-1] = (event.outcome, event.reason)
+    if ends and run.state in ("running", "silent"):
+        ends[-1] = (run.state, "")
+    return ends
+
+
+def _check_earlier_processes(run: Run, ends: list[tuple[str, str]], gate: Gate) -> None:
+    """A process may end badly if the run trained on from a verified checkpoint, or had nothing left to do."""
+    recovered = Counter[tuple[str, str, str]]()  # by outcome, reason and what followed
+    for (outcome, reason), following in zip(ends, run.started[1:], strict=False):
         if outcome not in ("failed", "halted", DIED):
             continue
-        later = next((start for start in run.started[number:] if _trained_on(run, start)), None)
-        if later is None or not verified:
+        trained_on = _trained_since(run, following) or run.started[-1].step == run.planned
+        if trained_on and run.config.get("checkpoint.verify") is not False:
+            then = "was resumed" if following.resumed_from else "started again without a checkpoint"
+            recovered[outcome, f"({reason})" if reason else "without an end event", then] += 1
+        else:
             cause = f": {reason}" if reason else ""
             gate.fail(f"an earlier process {outcome}{cause}", "find the cause before relying on restarts")
-        else:
-            endings[outcome, reason, "was resumed" if later.resumed_from else "started again without a checkpoint"] += 1
-    for (outcome, reason, then), count in endings.items():
-        how, fix = f"({reason})", "check that the cause is gone"
-        if outcome == DIED:
-            how = "without an end event"
-            fix = "look for the cause in the system log: killed, out of memory or a machine failure"
+    for (outcome, how, then), count in recovered.items():
+        fix = "check that the cause is gone; without an end event, the system log may name it"
         gate.warnings.append((f"the process {outcome} {times(count)} {how}, and the run {then}", fix))
 
 
-def _check_last_process(run: Run, outcome: str, gate: GateBuilder) -> None:
-    again = hints.resume(run.folder, run.started[-1].world_size if run.started else 1)
-    if outcome in ("failed", "halted"):
-        assert run.ended is not None
-        gate.fail(f"the run {outcome} after step {run.ended.step}: {run.ended.reason}", f"fix it, then {again}")
+def _trained_since(run: Run, start: events.RunStarted) -> bool:
+    """Whether the run logged a step since this process started."""
+    return bool(run.steps) and run.steps[-1].time >= start.time
+
+
+def _check_last_process(run: Run, gate: Gate) -> None:
+    again = hints.resume(run.folder, run.world_size)
+    if run.ended and run.ended.outcome in ("failed", "halted"):
+        gate.fail(
+            f"the run {run.ended.outcome} after step {run.ended.step}: {run.ended.reason}", f"fix it, then {again}"
+        )
     elif run.state == "gone":
         gate.fail(
             f"the process died after step {run.step} without an end event: killed, out of memory or a machine failure",
@@ -213,7 +207,7 @@ def _check_last_process(run: Run, outcome: str, gate: GateBuilder) -> None:
         gate.not_tested(f"still running, at step {run.step}", "report again when the run has ended")
 
 
-def _check_loss(run: Run, findings: list[HealthFired], limits: Thresholds, gate: GateBuilder) -> None:
+def _check_loss(run: Run, findings: list[HealthFired], limits: Thresholds, gate: Gate) -> None:
     if not run.losses:
         gate.not_tested("no step was logged", "train longer")
         return
@@ -227,29 +221,6 @@ def _check_loss(run: Run, findings: list[HealthFired], limits: Thresholds, gate:
         gate.fail(f"the loss did not recover from the spike in step {spikes[-1].step}", FIXES["loss_spike"])
     elif len(spikes) > max(1.0, limits.spikes_per_step * len(run.losses)):
         gate.fail(f"{len(spikes)} loss spikes in {len(run.losses)} steps", "lower train.lr or raise train.warmup_steps")
-
-
-def _process_ends(run: Run) -> list[tuple[str, str]]:
-    """How each process of the run ended, and the reason of its end event."""
-    ends: list[tuple[str, str]] = []
-    for event in run.events.get(0, []):
-        if isinstance(event, events.RunStarted):
-            ends.append((DIED, ""))
-        elif isinstance(event, events.RunEnded) and ends:
-            ends[-1] = (event.outcome, event.reason)
-    if ends and run.ended is None and run.state in ("running", "silent"):
-        ends[-1] = (run.state, "")
-    return ends
-
-
-def _continued(run: Run, start: events.RunStarted) -> bool:
-    """Whether a process trained on from where it started."""
-    return any(e.step > start.step and e.time >= start.time for e in reversed(run.steps))
-
-
-def _trained_on(run: Run, start: events.RunStarted) -> bool:
-    """Whether a process trained on, or resumed where nothing was left to do."""
-    return _continued(run, start) or (start.resumed_from is not None and start.step == start.steps)
 
 
 class LossTrend(NamedTuple):
@@ -274,15 +245,13 @@ def _loss_trend(run: Run) -> LossTrend:
 
 def memory_gate(run: Run, limits: Thresholds) -> Gate:
     """The run fits in memory and does not grow."""
-    gate = GateBuilder(
+    gate = Gate(
         "memory",
         f"peak at most {100 * limits.memory_share:.0f}% of the device; growth over the last two thirds of its "
         f"longest process or stage at most {100 * limits.memory_growth:.0f}% or {limits.memory_growth_gib:g} GiB",
         "memory",
     )
-    capacity = run.device_total_gib
-    if not run.on_gpu:
-        capacity = next((m.get("host_total_gib") for m in run.memory.values()), None)
+    capacity = run.capacity_gib
     peak = max([*(e.memory_gib for e in run.steps), *(log.memory_gib for log in run.logs.values())], default=0.0)
     if capacity is None:
         gate.not_tested("memory capacity is unknown: mem_boot.json is missing")
@@ -290,7 +259,8 @@ def memory_gate(run: Run, limits: Thresholds) -> Gate:
         share = peak / capacity
         gate.add_evidence("peak", f"{peak:.2f} of {capacity:.1f} GiB ({100 * share:.0f}%)")
         if share > limits.memory_share:
-            gate.fail(f"the peak is {100 * share:.0f}% of the device's memory", memory_fix(run.config))
+            fix = "lower train.micro_batch, raise train.activation_checkpointing, or set parallel.strategy=fsdp"
+            gate.fail(f"the peak is {100 * share:.0f}% of the device's memory", fix)
     readings = _longest_segment(run)
     later = readings[len(readings) // 3 :]
     if len(later) < limits.readings:
@@ -302,7 +272,7 @@ def memory_gate(run: Run, limits: Thresholds) -> Gate:
         gate.add_evidence("growth", f"{begin:.3f} → {end:.3f} GiB")
         if end - begin > max(limits.memory_growth * begin, limits.memory_growth_gib):
             gate.fail(f"memory grew from {begin:.2f} to {end:.2f} GiB", "find the leak: --profile.steps A:B")
-    return gate.build(f"peak {peak:.2f} of {capacity or 0:.1f} GiB, no growth", run, limits)
+    return gate.conclude(f"peak {peak:.2f} of {capacity or 0:.1f} GiB, no growth", run, limits)
 
 
 def _longest_segment(run: Run) -> list[float]:
@@ -317,8 +287,8 @@ def _longest_segment(run: Run) -> list[float]:
 
 
 def checkpoint_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:
-    """Checkpoints were saved, and training resumed from one."""
-    gate = GateBuilder(
+    """Checkpoints were saved, and training resumed from one. Needs no number of steps."""
+    gate = Gate(
         "checkpoint and resume",
         "checkpoints saved and complete on disk, no failed save after the newest, at most "
         f"{100 * limits.checkpoint_blocked:.0f}% of the time blocked on saves, at least one resume without a jump in "
@@ -330,8 +300,7 @@ def checkpoint_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -
     gate.add_evidence("failed", len(failed))
     if failed:
         sentence = f"{plural(len(failed), 'save')} failed: {failed[-1].reason}"
-        kinds = events.CheckpointSaved | events.CheckpointFailed
-        if next(e for e in reversed(run.events[0]) if isinstance(e, kinds)) is not failed[-1]:
+        if saved and saved[-1].time > failed[-1].time:
             gate.warnings.append((f"{sentence}; a later save succeeded", "check that the cause is gone"))
         else:
             gate.fail(sentence, "free disk space or replace the disk")
@@ -339,26 +308,21 @@ def checkpoint_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -
         _check_saves(run, saved, limits, gate)
     else:
         gate.not_tested("no checkpoint was saved", "set checkpoint.every")
-    resumes = [e for e in run.started if e.resumed_from is not None]
-    continued = [start for start in resumes if _continued(run, start)]
-    gate.add_evidence("resumed", f"{times(len(resumes))}, trained further after {len(continued)}")
+    resumed = [start for start in run.started if start.resumed_from is not None and _trained_since(run, start)]
+    gate.add_evidence("resumed", f"{times(len(resumed))}, and trained further")
+    # A spike is found in the interval that `step` ends.
+    begins = {e.step: e.first_step for e in run.steps}
     spikes = [f for f in findings if f.rule == "loss_spike"]
-    jumps = [f for f in spikes if any(0 < _spike_step(run, f) - r.step <= 10 for r in continued)]
+    jumps = [f for f in spikes if any(0 < begins.get(f.step, f.step) - start.step <= 10 for start in resumed)]
     if jumps:
         gate.fail(f"the loss jumped after a resume: {jumps[0].sentence}", "compare with an uninterrupted run")
-    if not continued:
+    if not resumed:
         gate.not_tested("never resumed", f"interrupt a run and resume it: {hints.resume(run.folder, run.world_size)}")
-    return gate.build(f"{len(saved)} saved, resumed {times(len(continued))} without a jump in the loss")
+    gate.passed = f"{len(saved)} saved, resumed {times(len(resumed))} without a jump in the loss"
+    return gate
 
 
-def _spike_step(run: Run, spike: HealthFired) -> int:
-    """The step whose loss it is; spike.step is that of the log line."""
-    at = bisect.bisect_left(run.steps, spike.step, key=lambda e: e.step)
-    losses = ((s, x) for e in run.steps[at : at + 1] for s, x in enumerate(e.losses, e.first_step))
-    return next((step for step, loss in losses if loss == spike.value), spike.step)
-
-
-def _check_saves(run: Run, saved: list[events.CheckpointSaved], limits: Thresholds, gate: GateBuilder) -> None:
+def _check_saves(run: Run, saved: list[events.CheckpointSaved], limits: Thresholds, gate: Gate) -> None:
     newest = run.folder / "checkpoints" / Path(saved[-1].path).name
     if not newest.parent.is_dir():
         gate.not_tested("the checkpoints are not in this folder", "run the report where they are")
@@ -371,7 +335,7 @@ def _check_saves(run: Run, saved: list[events.CheckpointSaved], limits: Threshol
     total = sum(e.step_seconds * len(e.losses) for e in run.steps)
     blocked = sum(e.blocked_seconds for e in saved)
     share = blocked / (total + blocked) if total else 0.0
-    gate.add_evidence("standing still", f"{blocked:.2f} s in total ({100 * share:.2f}%)")
+    gate.add_evidence("blocked on saves", f"{blocked:.2f} s in total ({100 * share:.2f}%)")
     if share > limits.checkpoint_blocked and run.step >= limits.min_steps:  # meaningless for a short run
         gate.fail(f"{100 * share:.0f}% of the time was blocked on saves", "raise checkpoint.every, or use async_save")
 
@@ -382,7 +346,7 @@ def times(count: int) -> str:
 
 def data_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:
     """Real data, delivered in time, with a validation split."""
-    gate = GateBuilder(
+    gate = Gate(
         "data",
         f"data that is not synthetic, at most {100 * limits.data_wait:.0f}% of the time waiting for data, at most "
         f"{100 * limits.bad_records:g}% bad records, a validation loss",
@@ -395,20 +359,18 @@ def data_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate
     elif source == "synthetic":
         gate.not_tested("trained on synthetic data", "train on your own data: --data.source")
     # not the first interval of a process, which waits for files, tokenizer and a block of shuffled sequences
-    begins = sorted(e.step for e in run.started)
-    later = [e for e in run.steps if bisect.bisect_left(begins, e.first_step - 1) == bisect.bisect_left(begins, e.step)]
+    begins = [start.step for start in run.started]
+    later = [e for e in run.steps if not any(e.first_step - 1 <= begin < e.step for begin in begins)]
     if (wait := data_wait_share(later)) is not None:
         gate.add_evidence("waiting for data", f"{100 * wait:.2f}% of step time, start excluded")
         if wait > limits.data_wait:
-            gate.fail(f"{100 * wait:.0f}% of the time was spent waiting for data", data_fix(run.config))
+            gate.fail(f"{100 * wait:.0f}% of the time was spent waiting for data", FIXES["data_starvation"])
     gate.fail_on(findings, "data_starvation")
     if run.resources:
         last = run.resources[-1]
         gate.add_evidence("documents", f"{last.documents:,} (epoch {run.steps[-1].epoch if run.steps else 0})")
         gate.add_evidence("padding", f"{last.padding:,} of {last.real_tokens + last.padding:,} tokens")
         gate.add_evidence("bad records", f"{last.bad_records:,} skipped, {last.left_out:,} empty")
-        if last.exercises:
-            gate.add_evidence("retrieval exercises", f"{last.exercises:,}")
         if last.bad_records > limits.bad_records * max(1, last.documents):
             count = f"{last.bad_records} bad records in {last.documents} documents"
             gate.fail(count, "inspect them: tercet data inspect")
@@ -419,12 +381,12 @@ def data_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate
         gate.add_evidence("validation", f"loss {validation.loss:.4f} over {validation.tokens:,} tokens")
     else:
         gate.not_tested("no validation loss", "set train.val_every and train.val_tokens")
-    return gate.build(f"source {source}, never starved, validation loss measured", run, limits)
+    return gate.conclude(f"source {source}, never starved, validation loss measured", run, limits)
 
 
 def numerics_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:
     """Everything is finite, and the kernels match the reference."""
-    gate = GateBuilder(
+    gate = Gate(
         "numerics",
         "no non-finite step, no zero gradients, fp32 weights, kernels that match the reference on this device",
         "grad_norm",
@@ -435,13 +397,13 @@ def numerics_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> 
         gate.fail(f"{plural(skipped, 'step')} not finite", FIXES["nonfinite"])
     gate.fail_on(findings, "zero_grad")
     norms = [n for e in run.steps for n in e.grad_norms]
-    if norms:
-        finite = [n for n in norms if math.isfinite(n)]
-        gate.add_evidence("gradient norm", f"{min(finite, default=0):.3g} to {max(finite, default=0):.3g}")
-        if len(finite) < len(norms) and not skipped:
-            gate.fail(f"{len(norms) - len(finite)} gradient norms not finite", "lower train.lr")
-    else:
+    finite = [n for n in norms if math.isfinite(n)]
+    if not norms:
         gate.not_tested("no gradient norm was logged", "train longer")
+    elif finite:
+        gate.add_evidence("gradient norm", f"{min(finite):.3g} to {max(finite):.3g}")
+    if len(finite) < len(norms) and not skipped:
+        gate.fail(f"{len(norms) - len(finite)} gradient norms not finite", FIXES["nonfinite"])
     weights = run.dtypes.get("parameters")
     if weights is None:
         gate.not_tested("dtypes_report.txt is missing")
@@ -453,35 +415,18 @@ def numerics_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> 
     if run.validations and not math.isfinite(run.validations[-1].loss):
         gate.fail("the validation loss is not finite")
     _check_parity(run, gate)
-    return gate.build("all finite, no zero gradients, fp32 weights", run, limits)
+    return gate.conclude("all finite, no zero gradients, fp32 weights", run, limits)
 
 
-def _check_parity(run: Run, gate: GateBuilder) -> None:
+def _check_parity(run: Run, gate: Gate) -> None:
     if not run.on_gpu or set(run.attention) <= {"dense"}:
         gate.add_evidence(PARITY, "no kernels ran")
         return
     reports = run.of(events.DoctorReported)
     rows = [row for e in reports for row in zip(e.check, e.verdict, e.finding, strict=True) if row[0] == PARITY]
-    if not rows:
-        gate.not_tested("the kernels were not compared with the reference on this device", "leave health.doctor on")
-        return
-    _, verdict, finding = rows[-1]
+    _, verdict, finding = rows[-1] if rows else (PARITY, "not tested", "the doctor did not run: leave health.doctor on")
     gate.add_evidence(PARITY, f"{verdict}: {finding}")
     if verdict == "failed":
         gate.fail(f"the kernels do not match the reference: {finding}", "tercet doctor; use model.backend=reference")
     elif verdict != "ok":
-        gate.not_tested(f"kernel parity: {finding}", "tercet doctor")
-
-
-def memory_fix(config: Mapping[str, Any]) -> str:
-    """Settings that need less memory, without those that are already as low as they go."""
-    mode = config.get("train.activation_checkpointing", "none")
-    fixes = ["lower train.micro_batch"] if config.get("train.micro_batch", 2) > 1 else []
-    fixes += [f"set train.activation_checkpointing={'full' if mode == 'selective' else 'selective'}"] * (mode != "full")
-    return ", or ".join(fixes) or "lower data.seq_len, or shard the model with parallel.strategy=fsdp"
-
-
-def data_fix(config: Mapping[str, Any]) -> str:
-    """How to read data faster."""
-    prepared = config.get("data.source") == "shards"
-    return FIXES["data_starvation"] + ("" if prepared else ", or tokenize in advance: tercet data prepare")
+        gate.not_tested(f"the kernels were not compared with the reference on this device ({finding})", "tercet doctor")

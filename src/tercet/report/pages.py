@@ -1,14 +1,13 @@
-"""The written report: a self-contained HTML page, Markdown and verdict.json, for one run or several side by side."""
+"""The written report: a self-contained HTML page and verdict.json, for one run or several side by side."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tercet.config.keys import flatten_table
 from tercet.errors import TercetError, first_few
@@ -21,22 +20,14 @@ from tercet.report.verdict import HEALTHY, Verdict
 from tercet.telemetry import events
 from tercet.telemetry.sinks import STATISTICS
 from tercet.telemetry.units import quantity
-from tercet.terminal import printable
 from tercet.version import __version__
 
-# Verdicts, and verdicts of the doctor -> CSS class
-SIGNS = {GO: "go", NO_GO: "no", NOT_TESTED: "nt", NOT_APPLICABLE: "na", "ok": "go", "failed": "no"}
-# Evidence keys are part of verdict.json and stay as they are; the page shows clearer labels for these.
-EVIDENCE_LABELS = {
-    "dense twin": "dense baseline",
-    "readings": "samples",
-    "recordings that failed": "failed CUDA graph captures",
-    "standing still": "blocked on saves",
-}
+# Verdicts, verdicts of the doctor, and severities of events -> CSS class
+SIGNS = {GO: "go", NO_GO: "no", NOT_TESTED: "nt", NOT_APPLICABLE: "na", "ok": "go", "failed": "no", "failure": "no"}
 # Settings that decide which text a loss is measured on.
 _LOSS_KEYS = ("data.source", "data.path", "data.python", "data.mixture", "data.synthetic", "data.hub", "data.tokenizer",
               "data.separator", "data.text_field", "data.prompt_field", "data.validation", "data.seq_len",
-              "train.stages")  # fmt: skip
+              "data.retrieval", "train.stages")  # fmt: skip
 # Figures that mean something else with another tokenizer.
 _PER_TOKEN = ("tokens", "training loss", "validation loss", "tokens/s")
 
@@ -58,8 +49,8 @@ def render_page(template: str, **content: Any) -> str:
         "banner": _banner_class,
         "svg": Markup,
         "sentence": _capitalize,
-        "label": lambda name: EVIDENCE_LABELS.get(name, name),
         "clock": facts.clock_time,
+        "subtitle": facts.subtitle,
         "value": format_value,
     }
     html: str = env.get_template(template).render(content, style=Markup(pages["style.css"]), version=__version__)
@@ -77,22 +68,21 @@ def _capitalize(text: str) -> str:
     return text if any(c in first for c in "._=/") else text[:1].upper() + text[1:]
 
 
-def html_page(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
-    plots, routes = all_plots(run, verdict.findings, baseline), facts.route_rows(run)
+def html_page(run: Run, verdict: Verdict) -> str:
+    plots, routes = all_plots(run, verdict.findings), facts.route_rows(run)
     return render_page(
         "run.html",
         run=run,
         verdict=verdict,
-        subtitle=facts.subtitle(run),
         period=facts.period(run),
-        figures=key_figures(run, baseline),
+        figures=key_figures(run),
         plots=plots,
         anchors={p.anchor: "plot" for p in plots} | ({"routes": "table"} if routes else {}),
         thinned=POINTS if len(run.losses) > POINTS else 0,
         routes=routes,
         statistics=STATISTICS,
         layers=run.layers[-1] if run.layers else None,
-        notable_events=facts.notable_events(run, verdict.findings),
+        notable_events=facts.notable_events(run),
         sample=next(reversed(run.of(events.Sampled)), None),
         defaults={key: value for key, value in run.config.items() if run.origins.get(key) == "default"},
         environment=flatten_table(run.environment).items(),
@@ -101,72 +91,24 @@ def html_page(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
     )
 
 
-def markdown(run: Run, verdict: Verdict, baseline: Run | None = None) -> str:
-    """A short version for pull requests and mail."""
-    figures = key_figures(run, baseline)
-    lines = [
-        f"# {escape(verdict.headline)}",
-        "",
-        f"{escape(run.name)}, production gates: {verdict.verdict}. {escape(verdict.sentence)}",
-        "",
-        f"{escape(facts.subtitle(run))}. {escape(facts.period(run))}. Folder `{escape(str(run.folder))}`.",
-        "",
-        *_table([f.name for f in figures], [[f"{f.value} ({f.note})" if f.note else f.value for f in figures]]),
-        "",
-        "| gate | verdict | why | needs |",
-        "|---|---|---|---|",
-        *(f"| {g.name} | **{g.verdict}** | {escape(g.sentence)} | {escape(g.threshold)} |" for g in verdict.gates),
-    ]
-    listed = {
-        "Failed": verdict.reasons(NO_GO),
-        "Warnings": verdict.warnings(),
-        "Not tested": verdict.reasons(NOT_TESTED),
-        "Not applicable": verdict.reasons(NOT_APPLICABLE),
-    }
-    for title, reasons in listed.items():
-        lines += ["", f"## {title}", ""] if reasons else []
-        for sentence, fix, names in reasons:
-            arrow = f" → {escape(fix)}" if fix else ""
-            lines.append(f"- **{', '.join(names)}**: {escape(sentence)}{arrow}")
-    problems = [e for e in facts.notable_events(run, verdict.findings) if e["sign"] in ("no", "nt")]
-    if problems:
-        lines += ["", "## Notable events", ""]
-        lines += [
-            f"- step {e['step']}, rank {e['rank']}: {escape(e['kind'])}: {escape(e['text'])}" for e in problems[:40]
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table in Markdown."""
-    first, *others = ["| " + " | ".join(map(escape, row)) + " |" for row in (heading, *rows)]
-    return [first, "|" + "---|" * len(heading), *others]
-
-
-def escape(text: str) -> str:
-    """Escape text for Markdown: no markup, no table separators, no line breaks."""
-    escaped = "".join("\\" + c if c in "\\`*_|[]#" else c for c in printable(" ".join(text.split())))
-    return escaped.replace("<", "&lt;").replace(">", "&gt;")
-
-
-def write_report(run: Run, verdict: Verdict, out: Path, baseline: Run | None = None) -> Path:
+def write_report(run: Run, verdict: Verdict, out: Path) -> Path:
     """Write the report of one run to `out`; returns the path of the page."""
-    record = json.dumps(verdict.as_dict(run), indent=1, ensure_ascii=False)
-    return _write_files(out, html_page(run, verdict, baseline), markdown(run, verdict, baseline), record)
+    return _write_files(out, html_page(run, verdict), verdict.as_dict(run))
 
 
-def _write_files(out: Path, page: str, text: str, record: str) -> Path:
+def _write_files(out: Path, page: str, record: Any) -> Path:
+    text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for name, content in (("report.html", page), ("report.md", text), ("verdict.json", record + "\n")):
-            (out / name).write_text(content, encoding="utf-8")
+        for name, content in (("report.html", page), ("verdict.json", text)):
+            # Names of files may hold bytes that are not UTF-8.
+            (out / name).write_text(content, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise TercetError(f"cannot write the report to {out} ({error.strerror}): pick another --out") from None
     return out / "report.html"
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """One run of a comparison: a unique label, and its own page."""
 
     label: str
@@ -176,53 +118,33 @@ class Column:
 
 
 def columns(runs: Sequence[Run], verdicts: Sequence[Verdict], pages: Sequence[Path]) -> list[Column]:
-    names, folders = [r.name for r in runs], [(r.name, r.folder.name) for r in runs]
-    labels = [
-        r.name
-        if names.count(r.name) == 1
-        else f"{r.name} ({r.folder.name if folders.count((r.name, r.folder.name)) == 1 else r.folder})"
-        for r in runs
-    ]
+    names = [run.name for run in runs]
+    labels = [run.name if names.count(run.name) == 1 else f"{run.name} ({run.folder})" for run in runs]
     return [Column(*given) for given in zip(labels, runs, verdicts, pages, strict=True)]
 
 
 def write_comparison(columns: Sequence[Column], out: Path) -> tuple[Path, str]:
     """Write the comparison to `out`; returns the path of the page, and the key figures as text."""
-    rows = figure_rows(columns)
-    table = [["", *(c.label for c in columns)]]
-    table += [[row["name"], *(f"{c['value']} {c['ratio']}".rstrip() for c in row["cells"])] for row in rows]
-    caution = loss_caution([c.run for c in columns])
-    note = f"×: relative to {columns[0].label}. {caution}".rstrip()
+    rows, caution = figure_rows(columns), loss_caution([c.run for c in columns])
     environments = differences([flatten_table(c.run.environment) for c in columns])
     page = render_page(
         "compare.html",
         title=" · ".join(c.label for c in columns),
-        runs=[
-            {
-                "label": c.label,
-                "run": c.run,
-                "verdict": c.verdict,
-                "subtitle": facts.subtitle(c.run),
-                "link": os.path.relpath(c.page, out).replace(os.sep, "/"),
-            }
-            for c in columns
-        ],
+        runs=columns,
+        links=[os.path.relpath(c.page, out).replace(os.sep, "/") for c in columns],
         figures=rows,
-        gates=[
-            {"name": gates[0].name, "cells": gates} for gates in zip(*(c.verdict.gates for c in columns), strict=True)
-        ],
         plots=comparison_plots([(c.label, c.run) for c in columns]),
         caution=caution,
         differences=differences([with_defaults(c.run) for c in columns]),
         environments=[row for row in environments if row["key"] != "started"],
         created=columns[0].run.read_at,
     )
-    heading = [f"# Comparison of {len(columns)} runs", "", *_table(table[0], table[1:]), "", escape(note), ""]
-    text = "\n".join([*heading, *(markdown(c.run, c.verdict) for c in columns)])
-    path = _write_files(out, page, text, json.dumps([c.verdict.as_dict(c.run) for c in columns], indent=1))
+    path = _write_files(out, page, [c.verdict.as_dict(c.run) for c in columns])
+    table = [["", *(c.label for c in columns)]]
+    table += [[row["name"], *(f"{c['value']} {c['ratio']}".rstrip() for c in row["cells"])] for row in rows]
     widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    return path, "\n".join([*lines, note])
+    return path, "\n".join([*lines, f"×: relative to {columns[0].label}. {caution}".rstrip()])
 
 
 def differences(tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -234,12 +156,9 @@ def differences(tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def loss_caution(runs: Sequence[Run]) -> str:
     """Which settings make the losses of these runs incomparable; empty if none does."""
-    different = [row["key"] for row in differences([with_defaults(run) for run in runs if run.config])]
-    if keys := [key for key in different if key.startswith(_LOSS_KEYS)]:
-        return f"The losses are of different data: {first_few(keys, 4)} differ{'s' * (len(keys) == 1)}."
-    if "data.retrieval" in different:
-        return "data.retrieval differs, so compare validation losses, not training losses."
-    return ""
+    different = differences([with_defaults(run) for run in runs if run.config])
+    keys = [row["key"] for row in different if row["key"].startswith(_LOSS_KEYS)]
+    return f"The losses are of different data: {first_few(keys, 4)} differ{'s' * (len(keys) == 1)}." if keys else ""
 
 
 def figure_rows(columns: Sequence[Column]) -> list[dict[str, Any]]:

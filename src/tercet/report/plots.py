@@ -16,9 +16,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from tercet.errors import TercetError
-from tercet.report.read import Run, baseline_mismatch, loss_mismatch
+from tercet.report.read import Run
 from tercet.telemetry.events import CheckpointSaved, HealthFired, LayersObserved, SelectorsObserved, StepsSkipped
-from tercet.telemetry.sinks import smoothing_window
 from tercet.telemetry.units import plural, quantity
 
 # Placeholder colours, replaced by variables of style.css after drawing.
@@ -57,11 +56,10 @@ _STYLE: Any = {
 }
 # Where a legend is.
 _INSIDE = {"loc": "best"}
-_TOP = {"loc": "upper right", "ncols": 2}
-_BOTTOM = {"loc": "lower right"}
 _ABOVE: Mapping[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 2}
 
 POINTS = 500  # of a series
+SMOOTHED_POINTS = 100  # of a loss that is smoothed
 Row = tuple[int, float, float, float]  # (step, mean, min, max) of a bin of steps
 
 PHASES = (
@@ -194,11 +192,11 @@ def series(steps: Sequence[int], values: Sequence[float], limit: int = POINTS) -
     return rows
 
 
-def step_series(run: Run, name: str) -> list[Row]:
+def step_series(run: Run, name: str, limit: int = POINTS) -> list[Row]:
     """A list of per-step values of the log."""
     lists = [(e.first_step, getattr(e, name)) for e in run.steps]
     steps = array("q", chain.from_iterable(range(first, first + len(values)) for first, values in lists))
-    return series(steps, array("d", chain.from_iterable(values for _, values in lists)))
+    return series(steps, array("d", chain.from_iterable(values for _, values in lists)), limit)
 
 
 def logged_series(logged: Sequence[Any], name: str) -> list[Row]:
@@ -215,91 +213,56 @@ def layer_series(samples: Sequence[Any], name: str) -> list[Row]:
     return [(step, mean, low[2], high[3]) for (step, mean, *_), low, high in zip(means, lows, highs, strict=True)]
 
 
-def smoothed_losses(run: Run, limit: int = 500) -> list[tuple[int, float]]:
-    """(step, mean of the last losses) at up to `limit` steps, ending with the last: smoothed as `mean_of_last` does."""
-    steps, sums = array("q"), array("d", [0.0])
-    for event in run.steps:
-        for step, loss in enumerate(event.losses, event.first_step):
-            if math.isfinite(loss):
-                steps.append(step)
-                sums.append(sums[-1] + loss)
-    counts = range(len(steps), 0, -max(1, -(-len(steps) // limit)))
-    windows = [(n, smoothing_window(n)) for n in reversed(counts)]
-    return [(steps[n - 1], (sums[n] - sums[n - w]) / w) for n, w in windows]
-
-
 def validation_points(run: Run) -> list[tuple[int, float]]:
     """(step, loss) of every finite validation."""
     return [(e.step, e.loss) for e in run.validations if math.isfinite(e.loss)]
 
 
-def _draw_points(axes: Any, points: Sequence[tuple[int, float]], style: str, **more: Any) -> None:
-    if points:
-        axes.plot(*zip(*points, strict=True), style, **{"markersize": 3.5, **more})
+def _draw_losses(axes: Any, run: Run, colour: str, labels: tuple[str, str | None], points_colour: str) -> None:
+    """The loss as means of few bins, every step faint behind it, and the validations as points."""
+    draw_line(axes, step_series(run, "losses"), colour, linewidth=0.6, alpha=0.4)
+    if means := step_series(run, "losses", SMOOTHED_POINTS):
+        steps, values, *_ = zip(*means, strict=True)
+        axes.plot(steps, values, color=colour, linewidth=1.7, label=labels[0])
+    if points := validation_points(run):
+        axes.plot(*zip(*points, strict=True), "o-", color=points_colour, markersize=3.5, linewidth=0.8, label=labels[1])
 
 
-def _draw_losses(axes: Any, run: Run, colour: str, label: str) -> None:
-    """The smoothed loss as a line, with every step faint behind it."""
-    if rows := step_series(run, "losses"):
-        draw_line(axes, rows, colour, linewidth=0.6, alpha=0.4)
-        axes.plot(*zip(*smoothed_losses(run), strict=True), color=colour, linewidth=1.7, label=label)
-
-
-def all_plots(run: Run, findings: Sequence[HealthFired], baseline: Run | None = None) -> list[Plot]:
+def all_plots(run: Run, findings: Sequence[HealthFired]) -> list[Plot]:
     """All plots the run has data for."""
     plots = []
     if run.losses:
-        plots.append(loss_plot(run, findings, baseline))
+        plots.append(loss_plot(run, findings))
     if len(run.steps) > 1:
-        plots.append(_throughput_plot(run, baseline))
+        plots.append(_throughput_plot(run))
     if len(run.resources) > 1:
-        plots.append(_step_time_plot(run))
+        plots += [_step_time_plot(run), _memory_plot(run)]
     if rows := step_series(run, "grad_norms"):
         clip = run.config.get("train.clip")
         levels = [(clip, MUTED, f"clipped to {clip:g}")] if isinstance(clip, (int, float)) and clip > 0 else []
         plots.append(
             chart(
                 ("grad_norm", "Gradient norm", "Over all parameters and ranks, before clipping."), "global 2-norm",
-                [Line(rows, VIOLET, "gradient norm")], levels=levels, legend=_TOP,
+                [Line(rows, VIOLET, "gradient norm")], levels=levels,
                 paint=_log_y_axis if min(low for _, _, low, _ in rows) > 0 else None,
-            )
-        )  # fmt: skip
-    if len(run.resources) > 1:
-        plots.append(_memory_plot(run))
-    if len(run.steps) > 1:
-        schedule, warmup = (run.config.get(f"train.{key}", "unknown") for key in ("schedule", "warmup_steps"))
-        rates = [Line(logged_series(run.steps, "lr"), ORANGE)]
-        if any(e.muon_lr is not None for e in run.steps):
-            rates = [rates[0]._replace(label="AdamW"), Line(logged_series(run.steps, "muon_lr"), BLUE, "Muon")]
-        plots.append(
-            chart(
-                ("lr", "Learning rate", f"Schedule {schedule}, {warmup} warm-up steps."), "learning rate", rates,
-                ylim=(0, None), paint=lambda axes: axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0)),
             )
         )  # fmt: skip
     for kind, *name, lines in _LAYER_PLOTS:
         events = run.of(kind)
         used = [line for line in lines if any(v is not None for e in events for v in getattr(e, line[0]))]
-        samples = [e for e in events if any(v is not None for field, *_ in used for v in getattr(e, field))]
-        if samples:
+        if used:
             anchor, title, caption = name
-            drawn = [Line(layer_series(samples, field), colour, label) for field, colour, label in used]
+            drawn = [Line(layer_series(events, field), colour, label) for field, colour, label in used]
             words = (anchor, title, f"{caption}: mean and range over layers.")
             plots.append(chart(words, "share", drawn, ylim=(0, 1.05), legend=_ABOVE))
     return plots
 
 
-def loss_plot(run: Run, findings: Sequence[HealthFired], baseline: Run | None = None) -> Plot:
-    limits = _loss_limits([run] if baseline is None else [run, baseline])
+def loss_plot(run: Run, findings: Sequence[HealthFired]) -> Plot:
+    limits = loss_limits([run])
 
     def paint(axes: Any) -> None:
-        if baseline is not None:
-            if baseline.losses:
-                label = _baseline_label(baseline, loss_mismatch(run, baseline))
-                axes.plot(*zip(*smoothed_losses(baseline), strict=True), color=GREY, linewidth=1.3, label=label)
-            _draw_points(axes, validation_points(baseline), "s--", color=GREY, linewidth=0.8)
-        _draw_losses(axes, run, BLUE, "training, smoothed")
-        _draw_points(axes, validation_points(run), "o-", color=ORANGE, label="validation")
+        _draw_losses(axes, run, BLUE, ("training, smoothed", "validation"), ORANGE)
         spikes = [f.step for f in findings if f.rule == "loss_spike"]
         marks = (
             ("next stage", INK, "-", [stage.step for stage in run.stages[1:]]),
@@ -311,63 +274,40 @@ def loss_plot(run: Run, findings: Sequence[HealthFired], baseline: Run | None = 
             for i, step in enumerate(steps):
                 axes.axvline(step, color=colour, linewidth=0.9, linestyle=style, label=None if i else label)
 
-    caption = "Line: mean of the last 5% of the steps so far. Behind it: every step."
-    if limits != (None, None):
+    caption = f"Line: means of up to {SMOOTHED_POINTS} bins. Behind it: every step."
+    if limits[1] is not None and run.steps[0].losses[0] > limits[1]:
         caption += f" The initial descent from {run.steps[0].losses[0]:.2f} is cut off."
     if run.stages:
         lengths = " → ".join(f"{stage.seq_len:,}" for stage in run.stages)
         caption += f" Stages of {lengths} tokens; each validates at its own length."
     if skipped := sum(len(e.steps) for e in run.of(StepsSkipped)):
         caption += f" {skipped} non-finite steps are omitted."
-    return chart(("loss", "Loss", caption), "nats per token", paint=paint, ylim=limits, legend=_TOP)
+    return chart(("loss", "Loss", caption), "nats per token", paint=paint, ylim=limits)
 
 
-def _baseline_label(baseline: Run, mismatch: str) -> str:
-    return f"baseline {baseline.folder.name}" if mismatch else "dense baseline"
-
-
-def loss_axis_limits(
-    lines: Sequence[Sequence[Row]], points: Sequence[Sequence[tuple[int, float]]] = ()
-) -> tuple[float, float] | tuple[None, None]:
+def loss_limits(runs: Sequence[Run]) -> tuple[float, float] | tuple[None, None]:
     """Limits that cut off the steep start of training, so that the rest is readable; None: autoscale.
 
-    Only the first twentieth of the lines is ever cut off. Later spikes and points stay visible.
+    Only the first twentieth is ever cut off: later spikes and validations stay visible.
     """
-    lines = [rows for rows in lines if rows]
+    lines = [rows for run in runs if (rows := step_series(run, "losses"))]
     if min(map(len, lines), default=0) < 100:
         return None, None
     start = min(rows[len(rows) // 20][0] for rows in lines)
-    all_points = [point for group in points for point in group]
-    drawn = [value for rows in lines for _, _, low, high in rows for value in (low, high)]
-    drawn += [value for _, value in all_points]
-    kept = [high for rows in lines for _, _, _, high in rows[len(rows) // 20 :]]
-    kept += [value for step, value in all_points if step >= start]
-    lowest, highest = min(drawn), max(drawn)
-    top = lowest + 1.08 * (max(kept) - lowest)
-    if not 0 < top - lowest < 0.75 * (highest - lowest):
-        return None, None
-    return lowest - 0.05 * (top - lowest), top
+    points = [loss for run in runs for step, loss in validation_points(run) if step >= start]
+    lowest = min([*(low for rows in lines for _, _, low, _ in rows), *points])
+    highest = max([*(high for rows in lines for _, _, _, high in rows[len(rows) // 20 :]), *points])
+    margin = 0.05 * (highest - lowest) or 1.0
+    return lowest - margin, highest + margin
 
 
-def _loss_limits(runs: Sequence[Run]) -> tuple[float, float] | tuple[None, None]:
-    return loss_axis_limits([step_series(run, "losses") for run in runs], [validation_points(run) for run in runs])
-
-
-def _throughput_plot(run: Run, baseline: Run | None) -> Plot:
-    speeds = [("median", run, INK)]
-    if baseline is not None:
-        speeds.append((_baseline_label(baseline, baseline_mismatch(run, baseline)), baseline, ORANGE))
-    levels = [
-        (speed, colour, f"{label} {speed:,.0f}")
-        for label, of, colour in speeds
-        if (speed := of.tokens_per_s) is not None and run.tokens_per_s is not None
-    ]
+def _throughput_plot(run: Run) -> Plot:
+    levels = [] if run.tokens_per_s is None else [(run.tokens_per_s, INK, f"median {run.tokens_per_s:,.0f}")]
     known = [e.mfu for e in run.steps if e.mfu is not None]
     mfu = f"MFU {100 * known[-1]:.1f}% at the end." if known else "MFU unknown: no peak FLOP/s for this device."
     return chart(
         ("throughput", "Throughput", f"All ranks; saves and validations excluded. {mfu}"), "tokens per second",
         [Line(logged_series(run.steps, "tokens_per_s"), GREEN)], levels=levels, ylim=(0, None), ticks=quantity,
-        legend=_BOTTOM,
     )  # fmt: skip
 
 
@@ -405,7 +345,7 @@ def _memory_plot(run: Run) -> Plot:
         ]
     lines = [Line(logged_series(run.resources, name), colour, label) for name, colour, label in parts]
     top = max((high for line in lines for *_, high in line.rows), default=0.0)
-    capacity = run.device_total_gib
+    capacity = run.capacity_gib
     levels = [] if capacity is None or capacity >= 3 * top else [(capacity, RED, f"capacity {capacity:.0f}")]
     where = "Device memory of rank 0." if run.on_gpu else "Resident memory of the process (CPU run)."
     return chart(("memory", "Memory", where), "GiB", lines, levels=levels, ylim=(0, None))
@@ -427,11 +367,10 @@ def comparison_plots(runs: Sequence[tuple[str, Run]]) -> list[Plot]:
 
     def paint_losses(axes: Any) -> None:
         for (label, run), colour in coloured:
-            _draw_losses(axes, run, colour, label)
-            _draw_points(axes, validation_points(run), "o--", color=colour, linewidth=0.8)
+            _draw_losses(axes, run, colour, (label, None), colour)
 
-    words, limits = ("loss", "Loss", "Lines: smoothed. Points: validation."), _loss_limits([run for _, run in runs])
-    plots = [chart(words, "nats per token", paint=paint_losses, ylim=limits)]
+    words = ("loss", "Loss", "Lines: smoothed. Points: validation.")
+    plots = [chart(words, "nats per token", paint=paint_losses, ylim=loss_limits([run for _, run in runs]))]
     for anchor, title, name, ylabel in (
         ("throughput", "Throughput", "tokens_per_s", "tokens per second"),
         ("grad_norm", "Gradient norm", "grad_norm", "global 2-norm"),

@@ -7,18 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import gc
-import math
-import re
 import statistics
 import time
-from array import array
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +28,7 @@ from tercet.telemetry.events import (
     LayersObserved,
     ResourcesObserved,
     RouteKey,
+    RoutesCounted,
     RunEnded,
     RunStarted,
     StageStarted,
@@ -41,28 +36,16 @@ from tercet.telemetry.events import (
     Validated,
     decode,
 )
-from tercet.telemetry.hardware import usable_cores
-from tercet.telemetry.health import DATA_WAIT_SHARE, HealthMonitor, health_findings
+from tercet.telemetry.health import HealthMonitor, health_findings
 from tercet.telemetry.sinks import route_totals
 from tercet.telemetry.units import plural
 
 E = TypeVar("E", bound=Event)
 
-LARGE_LOGS = 2**28  # bytes
-BINS = 150  # of the layer statistics of a long run
-LAYER_SERIES = (
-    "gate_share_compressed", "gate_share_selected", "gate_share_window", "gate_entropy", "gate_collapse",
-    "selected_forced", "selected_overlap",
-)  # fmt: skip
-# The starts of lines that a long run has many of, as events.encode writes them.
-ROUTES, _LAYERS = b'{"kind": "routes"', b'{"kind": "layers"'
+LAYER_SAMPLES = 1000  # kept of a long run
+# The starts of lines, as events.encode writes them.
+_LAYERS = b'{"kind": "layers"'
 _SAME_ON_ALL_RANKS = (_LAYERS, b'{"kind": "selectors"', b'{"kind": "resources"')  # or not reported by rank
-MEASUREMENTS = (*_SAME_ON_ALL_RANKS, b'{"kind": "step"')
-_NUMBER = rb'([-+.\de]+|"-?inf"|"nan"), '
-_STEP = re.compile(
-    rb'{"kind": "step", "step": (\d+), (?:[^,]+, ){7}"step_seconds": %b"data_seconds": %b[^,]+, "memory_gib": %b'
-    % ((_NUMBER,) * 3)
-)
 _SHARED_RULES = {"loss_spike", "nonfinite", "zero_grad", "throughput_drop"}
 # A heartbeat is stale after this long, or after six of its own intervals if that is longer.
 FRESH_SECONDS = 60.0
@@ -82,9 +65,7 @@ class Run:
     origins: Mapping[str, str]
     environment: Mapping[str, Any]
     memory: Mapping[str, Mapping[str, Any]]  # boot, step1, … -> mem_*.json
-    heartbeats: Mapping[int, Mapping[str, Any]]  # the last one of each rank
     dtypes: Mapping[str, str]
-    files: tuple[str, ...]
     logs: Mapping[int, RankLog]  # by rank; empty if the events do not come from a folder
     state: str  # ended, running, silent (alive, but its heartbeat is stale) or gone
     read_at: float = field(default_factory=time.time)
@@ -146,11 +127,6 @@ class Run:
             stages = [*(e for e in stages if e.stage < event.stage and e.step < event.step), event]
         return stages
 
-    @cached_property
-    def last_stage_steps(self) -> list[StepLogged]:
-        """Log intervals of the last stage; all of them without stages."""
-        return [e for e in self.steps if not self.stages or e.step > self.stages[-1].step]
-
     @property
     def name(self) -> str:
         return self.started[-1].name if self.started else str(self.config.get("run.name", self.folder.name))
@@ -159,6 +135,11 @@ class Run:
     def step(self) -> int:
         """The last logged step."""
         return self.steps[-1].step if self.steps else 0
+
+    @property
+    def planned(self) -> int:
+        """Steps that the newest process was asked for."""
+        return self.started[-1].steps if self.started else 0
 
     @property
     def ended(self) -> RunEnded | None:
@@ -175,9 +156,10 @@ class Run:
         return self.started[-1].world_size if self.started else 1
 
     @property
-    def device_total_gib(self) -> float | None:
-        """Memory of the GPU, as recorded in mem_*.json."""
-        return next((m["device_total_gib"] for m in self.memory.values() if "device_total_gib" in m), None)
+    def capacity_gib(self) -> float | None:
+        """Memory of the GPU, on a CPU that of the machine, as recorded in mem_*.json."""
+        total = "device_total_gib" if self.on_gpu else "host_total_gib"
+        return next((record[total] for record in self.memory.values() if record.get(total)), None)
 
     @property
     def attention(self) -> list[str]:
@@ -234,18 +216,11 @@ def read_run(folder: Path | str) -> Run:
         raise UsageError(f"{folder} is not a folder: pass a run folder, such as runs/NAME-DATE-TIME")
     problems: list[str] = []
     config = read_config(folder, problems)
-    init_from = config.get("train.init_from")
-    collects = gc.isenabled()
-    gc.disable()  # it would walk all events again and again; none are in cycles
-    try:
-        logs = _read_logs(folder, init_from)
-    finally:
-        if collects:
-            gc.enable()
+    paths = rank_files(folder, "events")
+    logs = {rank: RankLog(path, rank, config.get("train.init_from")) for rank, path in paths.items()}
     if not any(log.events for log in logs.values()):
         hint = "the first event is written when training starts" if logs else "events_rank0.jsonl is missing"
         raise UsageError(f"{folder} has no events to report ({hint}): is it a run folder?")
-    beats = {rank: last_heartbeat(path) for rank, path in rank_files(folder, "heartbeat").items()}
     run = Run(
         folder=folder,
         events={rank: log.events for rank, log in logs.items()},
@@ -255,30 +230,18 @@ def read_run(folder: Path | str) -> Run:
         origins={k: str(v) for k, v in _json(folder / "origins.json").items()},
         environment=_json(folder / "env.json"),
         memory={p.stem.removeprefix("mem_"): _json(p) for p in sorted(folder.glob("mem_*.json"))},
-        heartbeats={rank: beat for rank, beat in beats.items() if beat},
         dtypes=_dtypes(folder / "dtypes_report.txt"),
-        files=tuple(sorted(p.name + "/" * p.is_dir() for p in folder.iterdir())),
         state="gone",
     )
     return dataclasses.replace(run, state=_state(run))
 
 
-def _read_logs(folder: Path, init_from: str | None) -> dict[int, RankLog]:
-    """The logs of all ranks. Processes of their own read large ones, except that of rank 0, which keeps most events."""
-    paths = rank_files(folder, "events")
-    if sum(path.stat().st_size for path in paths.values()) < LARGE_LOGS:
-        return {rank: RankLog(path, rank, init_from) for rank, path in paths.items()}
-    with ProcessPoolExecutor(usable_cores(), mp_context=get_context("fork")) as pool:
-        others = {rank: pool.submit(RankLog, path, rank, init_from) for rank, path in paths.items() if rank}
-        return {rank: others[rank].result() if rank else RankLog(path, 0, init_from) for rank, path in paths.items()}
-
-
 class RankLog:
     """The events of one rank, read from its file in bounded memory.
 
-    Of the layer statistics of a long run, the first of each of BINS bins is kept, and those with an extreme value; of
-    the route counts, which are totals, the last before another kind of event; of the intervals of other ranks than 0,
-    only `steps` and `memory_gib`. The health rules see every event.
+    Of the layer statistics of a long run, LAYER_SAMPLES are kept; of the route counts, which are totals, the last of
+    each process; of the intervals of other ranks than 0, only `steps` and `memory_gib`. The health rules see every
+    event.
     """
 
     def __init__(self, path: Path, rank: int, init_from: str | None) -> None:
@@ -286,83 +249,58 @@ class RankLog:
         self.findings: list[HealthFired] = []
         self.problems: list[str] = []
         self.count = 0
-        self.steps, self.memory_gib = array("q"), 0.0
+        self.steps: list[int] = []
+        self.memory_gib = 0.0
         self._rank, self._monitor = rank, HealthMonitor(init_from=init_from)
-        self._bin: list[Any] = []
-        self._unreadable: list[int] = []
-        self._unknown = 0
-        routes, starving = b"", False
-        skipped = _SAME_ON_ALL_RANKS if rank else ()
+        self._routes: RoutesCounted | None = None
+        self._layers = 0  # samples so far
+        unreadable, unknown = [], 0
         with path.open("rb") as stream:
-            self._bin_size = 1 if rank else max(1, sum(line.startswith(_LAYERS) for line in stream) // BINS)
+            self._stride = 1 + sum(line.startswith(_LAYERS) for line in stream) // LAYER_SAMPLES
             stream.seek(0)
             for line in stream:  # ends at \n only: text samples have other line ends
                 if not line.endswith(b"\n"):
                     self.problems.append(f"{path.name}: the last line is cut off")
                     break
                 self.count += 1
-                if line.startswith(skipped):
+                if rank and line.startswith(_SAME_ON_ALL_RANKS):
                     continue
-                if line.startswith(ROUTES) and b"true" not in line:  # no fallback
-                    routes = line
-                elif rank and not starving and (match := _STEP.match(line)) and line.endswith(b"}\n"):
-                    step, *numbers = match.groups()
-                    seconds, waiting, memory = (float(n.strip(b'"')) for n in numbers)
-                    starving = waiting > DATA_WAIT_SHARE * seconds
-                    if starving:
-                        self._decode(line)
-                    else:
-                        self._add(int(step), memory)
-                else:
-                    starving = False
-                    if not line.startswith(MEASUREMENTS):  # pending events come before one of another kind
-                        self._keep_extremes()
-                        routes = self._decode(routes)
-                    self._decode(line)
-        self._keep_extremes()
-        self._decode(routes)
-        if self._unreadable:
-            where = ", ".join(map(str, self._unreadable[:5])) + (" …" if len(self._unreadable) > 5 else "")
-            count = plural(len(self._unreadable), "unreadable line")
-            self.problems.append(f"{path.name}: {count} (line {where})")
-        if self._unknown:
-            self.problems.append(f"{path.name}: {self._unknown} events of a kind unknown to this version")
+                try:
+                    event = decode(line)
+                    unknown += event is None
+                    self._add(event)
+                except (ValueError, ArithmeticError):
+                    unreadable.append(self.count)
+        self._add_routes()
+        if unreadable:
+            where = ", ".join(map(str, unreadable[:5])) + (" …" if len(unreadable) > 5 else "")
+            self.problems.append(f"{path.name}: {plural(len(unreadable), 'unreadable line')} (line {where})")
+        if unknown:
+            self.problems.append(f"{path.name}: {unknown} events of a kind unknown to this version")
 
-    def _add(self, step: int, memory_gib: float) -> None:
-        self.steps.append(step)
-        self.memory_gib = max(self.memory_gib, memory_gib)
-
-    def _decode(self, line: bytes) -> bytes:
-        """Keep the event of a line, if there is one; returns an empty line."""
-        try:
-            event = decode(line) if line else None
-        except ValueError:
-            self._unreadable.append(self.count)
-            return b""
+    def _add(self, event: Event | None) -> None:
         if event is None:
-            self._unknown += bool(line)
-            return b""
+            return
         # Losses, gradients and speed are the same on every rank: their findings count once, from rank 0.
         self.findings += [f for f in self._monitor.observe(event) if not self._rank or f.rule not in _SHARED_RULES]
-        if isinstance(event, LayersObserved) and self._bin_size > 1:
-            self._bin.append(event)
-            if len(self._bin) == self._bin_size:
-                self._keep_extremes()
-        elif self._rank and isinstance(event, StepLogged):
-            self._add(event.step, event.memory_gib)
+        if isinstance(event, RoutesCounted):
+            self._routes = event
+        elif isinstance(event, StepLogged) and self._rank:
+            self.steps.append(event.step)
+            self.memory_gib = max(self.memory_gib, event.memory_gib)
+        elif isinstance(event, LayersObserved):
+            if self._layers % self._stride == 0:
+                self.events.append(event)
+            self._layers += 1
         else:
+            if isinstance(event, RunStarted | RunEnded):
+                self._add_routes()
             self.events.append(event)
-        return b""
 
-    def _keep_extremes(self) -> None:
-        if not self._bin:
-            return
-        kept = {0, len(self._bin) - 1}
-        for name in LAYER_SERIES:
-            values = [(v, i) for i, e in enumerate(self._bin) for v in getattr(e, name) if v is not None] or [(0.0, 0)]
-            kept |= {min(values)[1], max(values)[1], *(i for v, i in values if not math.isfinite(v))}
-        self.events += [self._bin[i] for i in sorted(kept)]
-        self._bin = []
+    def _add_routes(self) -> None:
+        if self._routes is not None:
+            self.events.append(self._routes)
+        self._routes = None
 
 
 def read_config(folder: Path, problems: list[str]) -> dict[str, Any]:
@@ -394,7 +332,7 @@ def _state(run: Run) -> str:
         return "ended"
     if not _locked(run.folder):
         return "gone"
-    last = run.heartbeats.get(0, {}).get("time", 0.0)
+    last = last_heartbeat(run.folder / "heartbeat_rank0.jsonl").get("time", 0.0)
     return "running" if run.read_at - last < stale_after(run.config) else "silent"
 
 
@@ -433,9 +371,6 @@ _SAME_MODEL = ("model.", "data.seq_len", "train.tokens_per_step", "train.micro_b
                "train.optimizer", "train.cuda_graph", "run.deterministic", "parallel.")  # fmt: skip
 # … except for these, which only concern sparse attention.
 _ATTENTION_ONLY = ("model.attention", *(f"model.{key}" for key in NSA_ONLY))
-# To compare losses, everything that influences learning must be the same too.
-_SAME_LEARNING = ("data.", "train.", "run.seed")
-_NOT_LEARNING = ("data.prefetch", "train.val_every", "train.sample_", "train.max_skipped")
 
 
 def baseline_mismatch(run: Run, baseline: Run) -> str:
@@ -447,18 +382,9 @@ def baseline_mismatch(run: Run, baseline: Run) -> str:
         return "it ran on another device"
     if run.world_size != baseline.world_size:
         return "it ran on another number of ranks"
-    return _config_difference(run, baseline, _SAME_MODEL, _ATTENTION_ONLY)
-
-
-def loss_mismatch(run: Run, baseline: Run) -> str:
-    """Why the losses of a run and its baseline cannot be compared; empty if they can."""
-    return baseline_mismatch(run, baseline) or _config_difference(run, baseline, _SAME_LEARNING, _NOT_LEARNING)
-
-
-def _config_difference(run: Run, baseline: Run, same: tuple[str, ...], except_for: tuple[str, ...]) -> str:
-    first, second = with_defaults(run), with_defaults(baseline)
-    for key in sorted(first.keys() | second.keys()):
-        ours, theirs = first.get(key), second.get(key)
-        if key.startswith(same) and not key.startswith(except_for) and ours != theirs:
-            return f"{key} is {theirs} instead of {ours}"
+    ours, theirs = with_defaults(run), with_defaults(baseline)
+    for key in sorted(ours.keys() | theirs.keys()):
+        compared = key.startswith(_SAME_MODEL) and not key.startswith(_ATTENTION_ONLY)
+        if compared and ours.get(key) != theirs.get(key):
+            return f"{key} is {theirs.get(key)} instead of {ours.get(key)}"
     return ""

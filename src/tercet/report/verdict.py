@@ -11,18 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tercet import hints
 from tercet.report import attention_gates, gates
-from tercet.report.gates import (
-    GO,
-    INCOMPLETE_RECORD_FIX,
-    NO_GO,
-    NOT_APPLICABLE,
-    NOT_TESTED,
-    Gate,
-    GateBuilder,
-    Thresholds,
-)
+from tercet.report.gates import GO, NO_GO, NOT_APPLICABLE, NOT_TESTED, Gate, Thresholds
 from tercet.report.read import Run
 from tercet.telemetry.events import HealthFired, RunStarted
 from tercet.telemetry.sinks import mean_of_last
@@ -32,6 +22,7 @@ HEALTHY, UNHEALTHY, UNKNOWN = "healthy", "unhealthy", "unknown"
 # With fewer steps nobody can say whether the loss falls.
 MIN_HEALTHY_STEPS = 20
 EXIT_CODES = {GO: 0, NO_GO: 3, NOT_TESTED: 4}
+INCOMPLETE_RECORD_FIX = "report on a complete run folder"
 
 # (reason, fix, names of the gates it concerns)
 Reason = tuple[str, str, list[str]]
@@ -51,7 +42,6 @@ class Verdict:
     gates: tuple[Gate, ...]
     thresholds: Thresholds
     findings: tuple[HealthFired, ...]
-    informational: tuple[Gate, ...] = ()  # shown, but not part of the verdict
 
     @property
     def exit_code(self) -> int:
@@ -65,7 +55,7 @@ class Verdict:
     def reasons(self, verdict: str) -> list[Reason]:
         """Why gates have this verdict, and what would change it. A reason that several gates share appears once."""
         names: dict[tuple[str, str], list[str]] = {}
-        for gate in (*self.gates, *self.informational):
+        for gate in self.gates:
             for reason in gate.reasons if gate.verdict == verdict else ():
                 names.setdefault(reason, []).append(gate.name)
         return [(sentence, fix, gates) for (sentence, fix), gates in names.items()]
@@ -76,13 +66,8 @@ class Verdict:
 
     def why_not_go(self) -> str:
         """Which gates keep a run without failures from GO, in one line."""
-        untested = ", ".join(gate.name for gate in self.gates if gate.verdict == NOT_TESTED)
-        fixes: dict[str, list[str]] = {}
-        for _, fix, names in self.reasons(NOT_APPLICABLE):
-            fixes.setdefault(fix, []).extend(names)
-        inapplicable = "; ".join(f"{', '.join(names)} ({fix})" for fix, names in fixes.items())
-        parts = [f"not tested: {untested}"] * bool(untested) + [f"not applicable: {inapplicable}"] * bool(fixes)
-        return f"not GO, which needs every gate to apply and pass; {'; '.join(parts)}"
+        missing = [f"{gate.name} ({gate.fix or gate.sentence})" for gate in self.gates if gate.verdict != GO]
+        return f"not GO, which needs every gate to apply and pass; missing: {', '.join(missing)}"
 
     def as_dict(self, run: Run) -> dict[str, Any]:
         """The contents of verdict.json."""
@@ -96,14 +81,13 @@ class Verdict:
                 "folder": str(run.folder),
                 "name": run.name,
                 "step": run.step,
-                "steps": run.started[-1].steps if run.started else None,
+                "steps": run.planned,
                 "state": run.state,
                 "outcome": run.ended.outcome if run.ended else None,
                 "world_size": run.world_size,
                 "device": run.started[-1].device if run.started else None,
             },
             "gates": [gate.as_dict() for gate in self.gates],
-            "beyond": [gate.as_dict() for gate in self.informational],
             "thresholds": dataclasses.asdict(self.thresholds),
         }
 
@@ -113,7 +97,8 @@ def judge(run: Run, baseline: Run | None = None, limits: Thresholds | None = Non
     limits = limits or Thresholds()
     findings = run.findings
     record = record_gate(run)
-    judged = [
+    judged = (
+        record,
         gates.stability_gate(run, findings, limits),
         gates.memory_gate(run, limits),
         attention_gates.throughput_gate(run, baseline, findings, limits),
@@ -123,21 +108,21 @@ def judge(run: Run, baseline: Run | None = None, limits: Thresholds | None = Non
         gates.checkpoint_gate(run, findings, limits),
         gates.data_gate(run, findings, limits),
         gates.numerics_gate(run, findings, limits),
-    ]
+    )
     if record.verdict != GO:
-        judged = [gate.without_complete_record() for gate in judged]
-    all_gates = (record, *judged)
-    informational = () if run.world_size > 1 else (_multi_device_gate(run),)
-    verdicts = {gate.verdict for gate in all_gates}
+        for gate in judged:
+            if gate.verdict == GO:
+                gate.not_tested("the record is incomplete, so this gate cannot pass", INCOMPLETE_RECORD_FIX)
+    verdicts = {gate.verdict for gate in judged}
     verdict = NO_GO if NO_GO in verdicts else GO if verdicts == {GO} else NOT_TESTED
     health = UNHEALTHY if verdict == NO_GO else HEALTHY if run.step >= MIN_HEALTHY_STEPS else UNKNOWN
-    headline, sentence = _headline(run, verdict, health), _sentence(run, all_gates, informational, limits)
-    return Verdict(verdict, health, headline, sentence, all_gates, limits, tuple(findings), informational)
+    headline, sentence = _headline(run, verdict, health), _sentence(run, judged, limits)
+    return Verdict(verdict, health, headline, sentence, judged, limits, tuple(findings))
 
 
 def record_gate(run: Run) -> Gate:
     """Whether the record is complete: every step once, on every rank. Without that, no gate can be GO."""
-    gate = GateBuilder("record", "a complete record of every rank, without gaps")
+    gate = Gate("record", "a complete record of every rank, without gaps")
     gate.add_evidence("events", f"{run.event_count:,} from {len(run.events)} of {run.world_size} ranks")
     gate.add_evidence("state", run.state)
     gaps = record_gaps(run)
@@ -147,7 +132,8 @@ def record_gate(run: Run) -> Gate:
         gate.fail(f"and {len(gaps) - 4} more")
     first = run.steps[0].first_step if run.steps else 0  # a fork begins later
     steps = f"steps {first:,} to {run.step:,} without gaps" if first else "no step is logged yet"
-    return gate.build(f"{steps}, on {plural(run.world_size, 'rank')}")
+    gate.passed = f"{steps}, on {plural(run.world_size, 'rank')}"
+    return gate
 
 
 def record_gaps(run: Run) -> list[str]:
@@ -199,30 +185,6 @@ def _check_ranks(run: Run) -> list[str]:
     return problems
 
 
-def _multi_device_gate(run: Run) -> Gate:
-    """A single-device run can be GO, but says nothing about training on several devices."""
-    gate = GateBuilder("several devices", "at least two ranks; not part of the verdict of a single-device run")
-    flags = {"run.dir": f"{run.folder}-2", "parallel.strategy": "fsdp", **_two_rank_batch(run)}
-    gate.not_tested(
-        "ran on one device: collectives, sharded checkpoints and rank failures were not exercised",
-        hints.train_config(f"{run.folder}/config.toml", flags, ranks=2),
-    )
-    return gate.build()
-
-
-def _two_rank_batch(run: Run) -> dict[str, int]:
-    """The batch size that makes a step divisible by two ranks, if it is not already."""
-    keys = ("train.tokens_per_step", "train.micro_batch", "data.seq_len")
-    tokens, micro_batch, seq_len = (run.config.get(key) for key in keys)
-    if not (isinstance(tokens, int) and isinstance(micro_batch, int) and isinstance(seq_len, int)):
-        return {}  # config.toml is unreadable, which the record gate reports
-    if run.stages or tokens % (2 * micro_batch * seq_len) == 0:  # micro-batches of stages follow the number of ranks
-        return {}
-    if micro_batch % 2 == 0:
-        return {"train.micro_batch": micro_batch // 2}
-    return {"train.tokens_per_step": 2 * tokens}
-
-
 def _headline(run: Run, verdict: str, health: str) -> str:
     """The verdict if it is GO or NO-GO, otherwise the health; then how far the run came and its loss."""
     if verdict != NOT_TESTED:
@@ -231,7 +193,7 @@ def _headline(run: Run, verdict: str, health: str) -> str:
         word = "Healthy" if run.ended else "Healthy so far"
     else:
         word = "Too short to judge"
-    planned = run.started[-1].steps if run.started else run.step
+    planned = run.planned or run.step
     facts = [plural(run.step, "step") if run.step == planned else f"{run.step:,} of {plural(planned, 'step')}"]
     loss = run.validations[-1].loss if run.validations else mean_of_last(run.losses)[0]
     if loss is not None:
@@ -240,16 +202,17 @@ def _headline(run: Run, verdict: str, health: str) -> str:
     return f"{word}: {', '.join(facts)}"
 
 
-def _sentence(run: Run, gates: tuple[Gate, ...], informational: tuple[Gate, ...], limits: Thresholds) -> str:
+def _sentence(run: Run, judged: tuple[Gate, ...], limits: Thresholds) -> str:
     def names(verdict: str) -> str:
-        return ", ".join(g.name for g in gates if g.verdict == verdict and not g.short)
+        return ", ".join(g.name for g in judged if g.verdict == verdict and not g.short)
 
-    warned = [f"Warnings: {', '.join(g.name for g in gates if g.warnings)}."] if any(g.warnings for g in gates) else []
-    if all(gate.verdict == GO for gate in gates):
-        more = [f"Not tested, and not part of the verdict: {', '.join(g.name for g in informational)}."]
-        return " ".join([f"All {len(gates)} gates passed.", *warned, *(more if informational else [])])
-    parts = [f"Failed: {failed}." if (failed := names(NO_GO)) else "Nothing failed.", *warned]
-    if any(gate.short for gate in gates):
+    if all(gate.verdict == GO for gate in judged):
+        parts = [f"All {len(judged)} gates passed."]
+    else:
+        parts = [f"Failed: {failed}." if (failed := names(NO_GO)) else "Nothing failed."]
+    if warned := ", ".join(gate.name for gate in judged if gate.warnings):
+        parts.append(f"Warnings: {warned}.")
+    if any(gate.short for gate in judged):
         parts.append(f"Short run: {run.step:,} of the {limits.min_steps:,} steps that GO needs.")
     if untested := names(NOT_TESTED):
         parts.append(f"Not tested: {untested}.")

@@ -14,7 +14,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar, dataclass_transform
 
+from pydantic import TypeAdapter
+
 from tercet.parse import parse_json
+from tercet.telemetry.units import plural, quantity
 
 KINDS: dict[str, type[Event]] = {}
 """Every event class by the `kind` of its lines."""
@@ -275,6 +278,46 @@ class DoctorReported(Event, kind="doctor", table=True):
     mend: list[str]  # the fix; the name is part of the file format
 
 
+def describe(event: Event) -> tuple[str, str] | None:
+    """(severity, sentence) of an event that people should read; None for others. severity: failure, warning or none."""
+    match event:
+        case HealthFired(action="halt"):
+            return "failure", f"halting: {event.rule}: {event.sentence}"
+        case HealthFired():
+            return "warning", f"warning: {event.rule}: {event.sentence}"
+        case StepsSkipped():
+            where = f"step {', '.join(map(str, event.steps))}: skipped the update ({event.total} so far)"
+            return "failure", f"warning: loss or gradients were not finite in {where}"
+        case Stalled(over=True):
+            return "", f"progress again after {event.for_seconds:.0f} s"
+        case Stalled():
+            return (
+                "failure",
+                f"stalled: no progress for {event.for_seconds:.0f} s while {event.doing}; see {event.dump}",
+            )
+        case CheckpointFailed():
+            return "failure", f"warning: {event.reason}"
+        case CheckpointSaved():
+            cost = f"{event.bytes / 2**20:.1f} MiB, training blocked for {event.blocked_seconds:.2f} s"
+            return "", f"checkpoint of step {event.step}: {event.path} ({cost})"
+        case Validated():
+            bits = "" if event.bits_per_byte is None else f" ({event.bits_per_byte:.4f} bits per byte)"
+            sequences = "" if event.seq_len is None else f" in sequences of {event.seq_len}"
+            over = f"over {quantity(event.tokens)} tokens{sequences}"
+            return "", f"validation after step {event.step}: loss {event.loss:.4f}{bits} {over}"
+        case RunStarted():
+            moved = f"; {plural(event.superseded, 'later event')} superseded" if event.superseded else ""
+            begin = f"resumed from {event.resumed_from}" if event.resumed_from else "started"
+            return "", f"{begin}: {event.steps:,} steps on {event.device}{moved}"
+        case RunEnded():
+            return "failure" * (event.outcome in ("failed", "halted")), f"{event.outcome}: {event.reason}"
+        case GraphChosen():
+            return "", event.sentence
+        case Noted():
+            return "", event.text
+    return None
+
+
 def encode(event: Event) -> str:
     """One line of JSON. Non-finite numbers are written as strings: "nan", "inf", "-inf"."""
     record = {"kind": event.kind, **{f.name: getattr(event, f.name) for f in dataclasses.fields(event)}}
@@ -291,58 +334,23 @@ def decode(line: str | bytes) -> Event | None:
     Raises ValueError on a damaged line, and if a value does not have its declared type.
     """
     record = parse_record(line)
-    cls = KINDS.get(record.pop("kind"))
-    if cls is None:
+    kind = record.pop("kind")
+    if kind not in KINDS:
         return None
-    values = {}
-    for name, types, any_size, is_list in _declared(cls.kind):
-        if name in record:
-            value = record[name]
-            if is_list:
-                fine = type(value) is list and any_size.issuperset(map(type, value))
-            else:
-                fine = type(value) in any_size or (type(value) is int and int in types and abs(value) < _LARGEST)
-            values[name] = value if fine else _checked(value, types, is_list)
-    try:
-        event = cls(**values)
-    except TypeError as error:
-        raise ValueError(str(error)) from None
-    if cls.table and len({len(value) for value in values.values() if type(value) is list}) != 1:
+    event = _validator(kind).validate_python(record)
+    if event.table and len({len(value) for value in vars(event).values() if type(value) is list}) != 1:
         raise ValueError("the columns of a table have unequal lengths")
     return event
 
 
-_LARGEST = 2**63
-_TYPES: dict[str, set[type]] = {
-    "int": {int}, "float": {float, int}, "str": {str}, "bool": {bool}, "None": {type(None)},
-}  # fmt: skip
-
-
 @cache
-def _declared(kind: str) -> list[tuple[str, set[type], set[type], bool]]:
-    """(name, types of the value or of its items, those of any size, whether it is a list) of every field."""
-    fields = []
-    for f in dataclasses.fields(KINDS[kind]):
-        item = str(f.type).removeprefix("list[").removesuffix("]")
-        types: set[type] = {list} if item.startswith("list") else set().union(*(_TYPES[t] for t in item.split(" | ")))
-        fields.append((f.name, types, types - {int}, str(f.type).startswith("list")))
-    return fields
-
-
-def _checked(value: Any, types: set[type], is_list: bool) -> Any:
-    """The value, with the numbers that are written as strings. Raises ValueError for a wrong type or size."""
-    if is_list and type(value) is list:
-        return [_checked(v, types, False) for v in value]
-    if float in types and type(value) is str:
-        return float(value)
-    if is_list or type(value) not in types or (type(value) is int and abs(value) >= _LARGEST):
-        raise ValueError("a value has the wrong type")
-    return value
+def _validator(kind: str) -> TypeAdapter[Event]:
+    return TypeAdapter(KINDS[kind])
 
 
 def parse_record(line: str | bytes) -> dict[str, Any]:
     record = parse_json(line)
-    if not (isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int)):
+    if not (isinstance(record, dict) and isinstance(record.get("kind"), str) and type(record.get("step")) is int):
         raise ValueError("not a JSON object with kind and step")
     return record
 

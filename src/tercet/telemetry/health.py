@@ -5,7 +5,6 @@ A pure function of the events: no clocks, files or torch.
 
 from __future__ import annotations
 
-import bisect
 import math
 import statistics
 from collections import deque
@@ -21,7 +20,7 @@ FIXES = {
     "nonfinite": "lower train.lr",
     "zero_grad": "check that the loss depends on the weights",
     "throughput_drop": "see the step time plot; check what else was running",
-    "data_starvation": "raise data.prefetch",
+    "data_starvation": "raise data.prefetch, or tokenize in advance: tercet data prepare",
     "gate_collapse": "lower train.lr, or use model.gate=softmax if it is not",
     "dead_branch": "remove the branch (model.branches), or check that its keys receive gradients",
     "selection_stuck": "raise model.nsa.select_count above the number of forced blocks, or raise data.seq_len",
@@ -82,7 +81,6 @@ class HealthMonitor:
         self._opened: set[object] = set()  # layers, and branches of layers, that have passed their rule once
         self._bad: dict[tuple[str, object], int] = {}  # consecutive bad intervals, by rule and layer
         self._losses: deque[float] = deque(maxlen=LOSS_WINDOW)
-        self._ordered: list[float] = []  # the same, sorted
         self._speeds: deque[float] = deque(maxlen=50)
         self._warming_up = True
         self._stage: int | None = None  # of train.stages
@@ -123,7 +121,6 @@ class HealthMonitor:
         if isinstance(event, events.StageStarted):
             if event.stage != self._stage:  # a process that resumes within a stage repeats its event
                 self._losses.clear()
-                self._ordered.clear()
             self._stage = event.stage
 
     def _loss(self, event: events.StepLogged) -> Iterator[HealthFired]:
@@ -131,7 +128,7 @@ class HealthMonitor:
             if not math.isfinite(loss):
                 continue  # left to the nonfinite rule
             if len(self._losses) >= _MIN_LOSSES:
-                median = _middle(self._ordered)
+                median = statistics.median(self._losses)
                 limit = median + LOSS_SPIKE_NATS
                 if loss > limit:
                     spread = _MAD_TO_STD * statistics.median(abs(x - median) for x in self._losses)
@@ -140,10 +137,7 @@ class HealthMonitor:
                     count = f"the median of the last {len(self._losses)} steps"
                     sentence = f"loss {loss:.4f} in step {step}; {count} is {median:.4f}"
                     yield self._finding(event, "loss_spike", sentence, loss, limit)
-            if len(self._losses) == self._losses.maxlen:
-                del self._ordered[bisect.bisect_left(self._ordered, self._losses[0])]
             self._losses.append(loss)
-            bisect.insort(self._ordered, loss)
 
     def _gradients(self, event: events.StepLogged) -> Iterator[HealthFired]:
         norms, limit = event.grad_norms, ZERO_GRAD_NORM
@@ -180,17 +174,14 @@ class HealthMonitor:
                 if share is None:
                     continue
                 bad = is_bad(share, threshold)
-                if rule in _OF_GATES:
-                    bad = self._gate_is_bad((layer, column), share, bad)
+                if self._imported and rule in _OF_GATES and not math.isnan(share):
+                    # A gate that the import closed counts only after it has opened once.
+                    if not bad:
+                        self._opened.add((layer, column))
+                    bad = (layer, column) in self._opened and bad
                 if self._persists(rule, (layer, column), bad, PATIENCE):
                     text = sentence.format(layer=layer, percent=100 * share)
                     yield self._finding(event, rule, text, share, threshold, layer)
-
-    def _gate_is_bad(self, key: object, share: float, closed: bool) -> bool:
-        """Whether a gate has closed. One that an import closed counts only after it has opened once."""
-        if self._imported and not closed:
-            self._opened.add(key)
-        return closed and (not self._imported or key in self._opened or math.isnan(share))
 
     def _persists(self, rule: str, key: object, bad: bool, patience: int = 1) -> bool:
         """Whether this is the reading after which `bad` has been true exactly `patience` times in a row."""
@@ -205,22 +196,9 @@ class HealthMonitor:
         self, event: Event, rule: str, sentence: str, value: float, threshold: float, layer: int | None = None
     ) -> HealthFired:
         return HealthFired(
-            step=event.step,
-            rank=event.rank,
-            time=event.time,
-            rule=rule,
-            action="halt" if rule in self._halt else "warn",
-            sentence=sentence,
-            value=float(value),
-            threshold=float(threshold),
-            layer=layer,
-        )
-
-
-def _middle(ordered: list[float]) -> float:
-    """The median of sorted values."""
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+            step=event.step, rank=event.rank, time=event.time, rule=rule, layer=layer, sentence=sentence,
+            action="halt" if rule in self._halt else "warn", value=float(value), threshold=float(threshold),
+        )  # fmt: skip
 
 
 def health_findings(stream: Iterable[Event], init_from: str | None = None) -> list[HealthFired]:

@@ -17,13 +17,14 @@ from rich.text import Text
 
 from tercet.telemetry import events
 from tercet.telemetry.event_log import is_disk_full
-from tercet.telemetry.events import Event, HealthFired
+from tercet.telemetry.events import Event, describe
 from tercet.telemetry.units import duration, gradient_norm, passes_of, quantity
 from tercet.terminal import printable
 
 HISTORY_LINES = 100  # of a whole run, above the live line
 MICRO_BATCHES_AFTER = 2.0  # seconds of a step, after which the live line counts micro-batches
 FIRST_STEP = "first step …"
+STYLES = {"failure": "bold red", "warning": "bold yellow", "": ""}  # by severity
 
 
 class _Console(Console):
@@ -63,7 +64,6 @@ class Screen:
         self._advanced = time.monotonic()  # when the last step was completed
         self._last_line = 0  # step of the last line printed above the live line
         self.warming_up = False  # then the speed of the next log line says nothing about the time left
-        self._estimated = False
         self._stage: events.StageStarted | None = None  # the current one
 
     def say(self, text: str, style: str = "", *, wrap: bool = False) -> None:
@@ -140,45 +140,31 @@ class Screen:
 
     def __call__(self, event: Event) -> None:
         """Print what the event reports; events of other kinds are not shown."""
+        if isinstance(event, events.Validated | events.Sampled):
+            self._doing = ""
         match event:
             case events.StepLogged():
                 self._show_step(event)
             case events.StageStarted():
                 self.say(stage_line(event, self._stage), wrap=True)
-                self._stage, self._estimated = event, False
-            case events.Validated():
-                self._doing = ""
-                bits = "" if event.bits_per_byte is None else f" ({event.bits_per_byte:.4f} bits per byte)"
-                over = f"over {quantity(event.tokens)} tokens"
-                over += "" if event.seq_len is None else f" in sequences of {event.seq_len}"
-                self.say(f"validation after step {event.step}: loss {event.loss:.4f}{bits} {over}", wrap=True)
+                self._stage = event
             case events.Sampled():
-                self._doing = ""
                 width = max(40, self._console.width) - 4 if self._console.is_terminal else sys.maxsize
                 lines = printable(event.prompt + event.text).split("\n")
                 cut = [line[at : at + width] for line in lines for at in range(0, max(1, len(line)), width)]
                 self.say("\n".join([f"sample after step {event.step}:", *("  | " + line for line in cut)]))
-            case events.CheckpointSaved():
-                cost = f"{event.bytes / 2**20:.1f} MiB, training blocked for {event.blocked_seconds:.2f} s"
-                self.say(f"checkpoint of step {event.step}: {event.path} ({cost})", wrap=True)
-            case events.CheckpointFailed():
-                self.say(f"warning: {event.reason}", "bold red")
-            case events.StepsSkipped():
-                where = f"step {', '.join(map(str, event.steps))}: skipped the update ({event.total} so far)"
-                self.say(f"warning: loss or gradients were not finite in {where}", "bold yellow")
-            case HealthFired(rule="nonfinite", action="warn"):
-                pass  # events.StepsSkipped reports that
-            case HealthFired():
-                word = "halting" if event.action == "halt" else "warning"
-                self.say(f"{word}: {event.rule}: {event.sentence}", "bold yellow")
             case events.DoctorReported():
                 for check, verdict, *found in zip(event.check, event.verdict, event.finding, event.mend, strict=True):
                     if verdict == "warning":
                         self.say(f"warning: doctor: {check}: {': '.join(found)}", "bold yellow")
-            case events.GraphChosen():
-                self.say(event.sentence, wrap=True)
-            case events.Noted():
-                self.say(event.text)
+            case events.RunStarted() | events.RunEnded() | events.Stalled():
+                pass  # the trainer and the watchdog print them
+            case events.HealthFired(rule="nonfinite", action="warn"):
+                pass  # events.StepsSkipped reports that
+            case _ if described := describe(event):
+                severity, sentence = described
+                # A note may name a command, which stays one line.
+                self.say(sentence, STYLES[severity], wrap=not isinstance(event, events.Noted))
 
     def _show_step(self, event: events.StepLogged) -> None:
         """In the live line. Print it too if that is a while ago, or always without a live line."""
@@ -191,14 +177,6 @@ class Screen:
             count = f"step {event.step:>{len(str(steps))}}/{steps}  "
             room = self._console.width - len(count) if self._console.is_terminal else sys.maxsize
             self.say(count + fit(self._fields, room))
-        self._estimate(event, left)
-
-    def _estimate(self, event: events.StepLogged, left: float | None) -> None:
-        if self._estimated or left is None or len(event.losses) < 2 or left < 30:
-            return
-        self._estimated = True
-        until = time.strftime("%H:%M" if left < 43200 else "%a %d %b %H:%M", time.localtime(time.time() + left))
-        self.say(f"about {duration(left)} left, until {until}")
 
 
 def steps_left(steps: int, done: int, stage: events.StageStarted | None) -> float:

@@ -3,7 +3,6 @@
     training.csv, val.csv     CsvSink           loss, learning rate, throughput, ...
     k_stats.csv               CsvSink           gates and selection of every layer
     fallback_counters.csv     RouteSink         forward passes by backend
-    exchange_rank{r}.csv      ExchangeSink      bytes received per step, with strategy=cp
     tb/                       TensorBoardSink   the same numbers for TensorBoard
     Weights & Biases          WandbSink         the same numbers
     metrics.json              summarise         the run in a few figures
@@ -22,14 +21,13 @@ import queue
 import statistics
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tercet.atomic_io import write_text
 from tercet.errors import TercetError
 from tercet.telemetry import events
-from tercet.telemetry.event_log import AppendedFile, is_disk_full
+from tercet.telemetry.event_log import AppendedFile, full_disk_allowed, is_disk_full
 from tercet.telemetry.events import Event, HealthFired, RouteKey
 
 TRAINING_COLUMNS = (
@@ -44,7 +42,6 @@ STATISTICS = (
 )  # fmt: skip
 LAYER_COLUMNS = ("step", "layer", "attention", *STATISTICS)
 ROUTE_COLUMNS = ("layer", "branch", "route", "reason", "fallback", "calls")
-EXCHANGE_COLUMNS = ("raw", "compressed", "window", "selected", "before")
 
 # More than any sink needs to finish; a hanging network must not keep a finished run alive.
 CLOSE_SECONDS = 30.0
@@ -53,14 +50,8 @@ Row = Sequence[Any]
 Sink = Callable[[Event], None]
 
 
-def csv_text(rows: Iterable[Row]) -> str:
-    """CSV lines: floats with all digits, None as empty, text quoted where necessary."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
-
-
 def _rewrite(path: Path, rows: Iterable[Row]) -> None:
+    """CSV: floats with all digits, None as empty, text quoted where necessary."""
     fresh = path.with_suffix(".csv.tmp")
     with fresh.open("w", encoding="utf-8", newline="") as stream:
         csv.writer(stream, lineterminator="\n").writerows(rows)
@@ -78,11 +69,13 @@ class CsvSink:
         self._file = AppendedFile(path)
 
     def __call__(self, event: Event) -> None:
-        self._file.write(csv_text(self._rows(event)).encode())
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(self._rows(event))
+        self._file.write(text.getvalue().encode())
 
 
-def csv_sinks(folder: Path, past: list[Event]) -> list[CsvSink]:
-    """training.csv and val.csv of a run folder."""
+def csv_sinks(folder: Path, past: list[Event]) -> list[Sink]:
+    """The CSV files of a run folder."""
 
     def fields(kind: type[Event], columns: tuple[str, ...]) -> Callable[[Event], Iterable[Row]]:
         return lambda event: [tuple(getattr(event, c) for c in columns)] if isinstance(event, kind) else []
@@ -90,25 +83,17 @@ def csv_sinks(folder: Path, past: list[Event]) -> list[CsvSink]:
     return [
         CsvSink(folder / "training.csv", TRAINING_COLUMNS, fields(events.StepLogged, TRAINING_COLUMNS), past),
         CsvSink(folder / "val.csv", VALIDATION_COLUMNS, fields(events.Validated, VALIDATION_COLUMNS), past),
+        CsvSink(folder / "k_stats.csv", LAYER_COLUMNS, layer_rows, past),
+        RouteSink(folder / "fallback_counters.csv", past),
     ]
-
-
-def slow_sinks(folder: Path, past: list[Event], tensorboard: bool | str, step: int) -> dict[str, Sink]:
-    """k_stats.csv, fallback_counters.csv and tb/ of a run folder, by their names in messages."""
-    sinks: dict[str, Sink] = {
-        "the layer table": CsvSink(folder / "k_stats.csv", LAYER_COLUMNS, layer_rows, past),
-        "the route table": RouteSink(folder / "fallback_counters.csv", past),
-    }
-    if tensorboard_wanted(tensorboard):
-        sinks["TensorBoard"] = TensorBoardSink(folder / "tb", step)
-    return sinks
 
 
 def layer_rows(event: Event) -> Iterator[Row]:
     if isinstance(event, events.LayersObserved):
-        columns = [getattr(event, name) for name in STATISTICS]
-        for i, kind in enumerate(event.attention):
-            yield (event.step, i, kind, *(column[i] for column in columns))
+        for i, (kind, *values) in enumerate(
+            zip(event.attention, *(getattr(event, name) for name in STATISTICS), strict=True)
+        ):
+            yield (event.step, i, kind, *values)
 
 
 class RouteSink:
@@ -121,7 +106,8 @@ class RouteSink:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, events.RoutesCounted):
-            self._write(self._before + event.by_route())
+            with full_disk_allowed():  # the next count writes all of it
+                self._write(self._before + event.by_route())
 
     def _write(self, calls: Counter[RouteKey]) -> None:
         _rewrite(self._path, [ROUTE_COLUMNS, *((*key, n) for key, n in sorted(calls.items()))])
@@ -139,35 +125,6 @@ def route_totals(stream: Iterable[Event]) -> Counter[RouteKey]:
             current = event.by_route()
     total.update(current)
     return total
-
-
-class ExchangeSink:
-    """exchange_rank{r}.csv: bytes per step that this rank received from others, by purpose.
-
-    Counted at the collectives, so recomputation and backward are included; validation counts towards the steps before
-    it. `traffic` is the strategy's running count; `step` is where this process started.
-    """
-
-    def __init__(self, path: Path, traffic: Mapping[str, int], step: int) -> None:
-        self._traffic, self._step = traffic, step
-        self._before = dict(traffic)
-        kept = []
-        if path.exists():  # rows of steps that will be repeated are dropped
-            with path.open(newline="") as stream:
-                read = [row for row in csv.DictReader(stream) if (row.get("step") or "").isdigit()]
-            # by name: version 0.2 wrote another column
-            kept = [[row["step"], *(row.get(c) for c in EXCHANGE_COLUMNS)] for row in read if int(row["step"]) <= step]
-        # atomic: a kill here leaves the old rows
-        write_text(path, csv_text([("step", *EXCHANGE_COLUMNS), *kept]))
-        self._file = AppendedFile(path)
-
-    def __call__(self, event: Event) -> None:
-        if not isinstance(event, events.StepLogged) or event.step <= self._step:
-            return
-        steps, now = event.step - self._step, dict(self._traffic)
-        row = [round((now.get(name, 0) - self._before.get(name, 0)) / steps) for name in EXCHANGE_COLUMNS]
-        self._file.write(csv_text([(event.step, *row)]).encode())
-        self._step, self._before = event.step, now
 
 
 def import_tensorboard() -> Any:
@@ -217,11 +174,11 @@ class TensorBoardSink:
         try:
             if isinstance(event, events.Sampled):
                 self._writer.add_text("sample", f"```\n{event.prompt}{event.text}\n```", event.step, event.time)
-            elif isinstance(event, events.RunEnded):
-                self._writer.close()
-                self._writer = None
             for name, value in scalars(event).items():
                 self._writer.add_scalar(name, value, event.step, event.time)
+            if isinstance(event, events.RunEnded):
+                self._writer.close()
+                self._writer = None
         except OSError:
             self._writer = self._open(None)  # one that failed does not write again
             raise
@@ -290,22 +247,19 @@ class BackgroundSink:
             self._warn(f"warning: {self._name} did not finish in {CLOSE_SECONDS:.0f} s; events_rank*.jsonl is complete")
 
     def _run(self) -> None:
-        missed = 0
+        warned = False
         while (event := self._queue.get()) is not None:
             try:
                 self._sink(event)
             except Exception as error:
                 if isinstance(error, OSError) and is_disk_full(error):
-                    missed += 1
-                    if missed == 1:
-                        self._warn(f"warning: {self._name} cannot be written ({error}): free some space")
+                    if not warned:
+                        self._warn(f"warning: {self._name} misses events while the disk is full: free some space")
+                    warned = True
                     continue
                 reason = f"{type(error).__name__}: {error}"
                 self._warn(f"warning: {self._name} stopped ({reason}); events_rank*.jsonl is complete")
                 return
-            if missed:
-                self._warn(f"{self._name} is written again; it missed {missed} events")
-                missed = 0
 
 
 def summarise(stream: Iterable[Event]) -> dict[str, Any]:

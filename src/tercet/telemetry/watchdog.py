@@ -15,7 +15,6 @@ import json
 import os
 import select
 import signal
-import socket
 import statistics
 import sys
 import threading
@@ -45,7 +44,7 @@ class Watchdog:
         self._folder, self._rank, self._config = folder, rank, config
         self._beat, self._log = beat, log
         self._intervals: deque[float] = deque(maxlen=20)
-        self._stop = False
+        self._stop = threading.Event()
         self._stalled_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -64,52 +63,33 @@ class Watchdog:
         return max(self._config.stall_seconds, STALL_FACTOR * statistics.median(intervals))
 
     def __enter__(self) -> Self:
-        # The C signal handler writes to this socket at once, even while the main thread hangs in a C call and would
-        # not run a Python handler.
-        self._receiver, self._sender = socket.socketpair()
-        self._sender.setblocking(False)
-        self._in_main = threading.current_thread() is threading.main_thread()
-        if self._in_main:
-            self._before = signal.signal(signal.SIGUSR1, lambda *_: None)
-            self._wakeup_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-        # For a thread that never releases the interpreter lock: faulthandler's timer does not need it.
-        self._locked_dump = (self._folder / f"stack_rank{self._rank}_locked.txt").open("w")
+        # Python's fault handler needs neither the main thread nor the interpreter lock: it writes on SIGUSR1, and when
+        # a thread that never releases the lock keeps this one from running.
+        self._stacks = (self._folder / f"stack_rank{self._rank}_signal.txt").open("a")
+        faulthandler.register(signal.SIGUSR1, self._stacks)
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._stop = True
-        with contextlib.suppress(OSError):
-            self._sender.send(b"\0")
+        self._stop.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-        if self._in_main:
-            signal.set_wakeup_fd(self._wakeup_before)
-            signal.signal(signal.SIGUSR1, self._before)
-        self._locked_dump.close()
+        faulthandler.unregister(signal.SIGUSR1)
+        self._stacks.close()
         with contextlib.suppress(OSError):
-            path = Path(self._locked_dump.name)
+            path = Path(self._stacks.name)
             if path.stat().st_size == 0:
                 path.unlink()
-        self._receiver.close()
-        self._sender.close()
 
     def _run(self) -> None:
         cpu = _cpu_seconds()
-        while not self._stop:
+        while True:
             limit = self.limit()
             # Poll well within the limit, to notice a stall soon, but never in a busy loop.
             wait = min(5.0, max(0.02, min(limit, self._config.stall_seconds) / 10))
-            self._receiver.settimeout(wait)
-            try:
-                received = self._receiver.recv(64)
-            except TimeoutError:
-                received = b""
-            if self._stop:
+            faulthandler.dump_traceback_later(max(1.0, wait + limit), exit=False, file=self._stacks)
+            if self._stop.wait(wait):
                 return
-            faulthandler.dump_traceback_later(max(1.0, wait + limit), exit=False, file=self._locked_dump)
-            if bytes([signal.SIGUSR1]) in received:
-                self._print(f"SIGUSR1: stacks and memory are in {self.dump('SIGUSR1', cpu)}")
             if self._beat.idle_seconds < limit:
                 self._end_stall()
                 cpu = _cpu_seconds() if self._beat.idle_seconds < wait else cpu
@@ -119,7 +99,7 @@ class Watchdog:
     def _stall(self, limit: float, cpu: float) -> None:
         self._stalled_since = self._beat.moved
         idle, doing, step = self._beat.idle_seconds, self._beat.doing, self._beat.step
-        path = self.dump(f"no progress for {idle:.1f} s (limit {limit:.1f} s) in step {step} while {doing}", cpu)
+        path = self._dump(f"no progress for {idle:.1f} s (limit {limit:.1f} s) in step {step} while {doing}", cpu)
         self._emit(Stalled(step=max(0, step - 1), doing=doing, for_seconds=idle, limit_seconds=limit, dump=path.name))
         self._print(f"stalled: no progress for {idle:.0f} s in step {step} while {doing}; see {path}")
         if self._config.stall == "end":
@@ -140,15 +120,19 @@ class Watchdog:
             self._log.emit(event)
             self._log.sync()
 
-    def dump(self, why: str, cpu_before: float = 0.0) -> Path:
+    def _dump(self, why: str, cpu_before: float) -> Path:
         """Write stacks, CPU time, CUDA memory and the last events of every rank; returns the path."""
         path = unused(self._folder / f"stack_rank{self._rank}_{time.strftime('%Y%m%d-%H%M%S')}", ".txt")
+        last = [
+            "\n".join([f"-- {file.name}", *(line[:600] for line in tail(file)[-LAST_EVENTS:])])
+            for file in rank_files(self._folder, "events").values()
+        ]
         parts = [
             f"{why}\nrank {self._rank}, pid {os.getpid()}, {time.strftime('%Y-%m-%dT%H:%M:%S%z')}",
             self._cpu_use(cpu_before),
             "== Python stacks\n" + stacks(),
             "== CUDA memory\n" + cuda_memory(),
-            "== every rank\n" + rank_status(self._folder, 3 * self._beat.seconds + 1),
+            "\n".join(["== every rank", *heartbeats(self._folder, 3 * self._beat.seconds + 1), *last]),
         ]
         with contextlib.suppress(OSError):
             path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -186,24 +170,22 @@ def cuda_memory() -> str:
     return str(torch.cuda.memory_summary(abbreviated=True))
 
 
-def rank_status(folder: Path, stale: float) -> str:
-    """The last heartbeat and events of each rank: the one behind the others is the likely cause.
+def heartbeats(folder: Path, stale: float) -> list[str]:
+    """The last heartbeat of each rank, one per line: the rank behind the others is the likely cause of a stall.
 
     A heartbeat older than `stale` seconds means that the process is frozen or gone: its thread waits for nothing.
     """
-    now, lines = time.time(), []
+    lines = []
     for rank, path in rank_files(folder, "heartbeat").items():
         beat = last_heartbeat(path)
         try:
-            age = now - beat["time"]
+            age = time.time() - beat["time"]
             doing = f"step {beat['step']}, {beat['doing']} for {beat['for_seconds'] + age:.0f} s"
             frozen = " (frozen or gone)" if age > stale else ""
             lines.append(f"rank {rank}: {doing}, last heartbeat {age:.0f} s ago{frozen}")
         except (KeyError, TypeError):
             lines.append(f"{path.name}: no readable line")
-    for path in rank_files(folder, "events").values():
-        lines += [f"-- {path.name}", *(line[:600] for line in tail(path)[-LAST_EVENTS:])]
-    return "\n".join(lines)
+    return lines
 
 
 def _cpu_seconds() -> float:

@@ -24,7 +24,7 @@ from tercet.telemetry.event_log import EventLog
 from tercet.telemetry.events import CheckpointFailed, Event
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
-from tercet.telemetry.sinks import BackgroundSink, WandbSink, csv_sinks, slow_sinks
+from tercet.telemetry.sinks import BackgroundSink, Sink, TensorBoardSink, WandbSink, csv_sinks, tensorboard_wanted
 from tercet.telemetry.watchdog import Heartbeat, Watchdog
 from tercet.terminal import printable
 from tercet.train import manifest
@@ -92,8 +92,10 @@ def attach(
     """Attach sinks, watchdog and observer; `stack` closes them. Rank 0 writes the files that all ranks share."""
     if strategy.rank == 0:
         log.readers += [screen, *csv_sinks(folder, past)]
-        slow = slow_sinks(folder, past, config.log.tensorboard, state.step)
-        if config.log.tensorboard and "TensorBoard" not in slow and not past:
+        slow: dict[str, Sink] = {}
+        if tensorboard_wanted(config.log.tensorboard):
+            slow["TensorBoard"] = TensorBoardSink(folder / "tb", state.step)
+        elif config.log.tensorboard and not past:
             screen.say("TensorBoard is not installed, so tb/ is not written: pip install 'tercet[report]' adds it")
         if config.log.wandb:
             slow["W&B"] = WandbSink(folder, config.run.name, config.model_dump(mode="json"))
