@@ -48,7 +48,7 @@ def logged(first: int, last: int, loss: Callable[[int], float] = lambda step: 3.
 
 
 def memory(step: int, gib: float) -> ResourcesObserved:
-    times = ("data", "forward", "backward", "optimizer", "communication", "other", "checkpoint", "validation")
+    times = ("data", "forward", "backward", "optimizer", "communication", "other")
     counts = ("documents", "real_tokens", "padding", "bad_records", "left_out")
     return ResourcesObserved(
         step=step, allocated_gib=gib, reserved_gib=gib, peak_gib=gib, host_gib=gib,
@@ -97,6 +97,8 @@ def test_the_first_wait_for_data_of_a_process_does_not_count(resumed: int) -> No
     events += [logged(first, first + 9) for first in range(101, 201, 10)]
     gate = data_gate(make_run(events), [], Thresholds())
     assert not [sentence for sentence, _ in gate.reasons if "waiting for data" in sentence]
+    events += [logged(first, first + 9, data_seconds=5.0, step_seconds=10.0) for first in range(201, 251, 10)]
+    assert "waiting for data" in data_gate(make_run(events), [], Thresholds()).sentence
 
 
 def test_a_throughput_drop_is_counted_within_one_process() -> None:

@@ -20,7 +20,7 @@ from tercet.report.read import read_run
 from tercet.telemetry import watchdog
 from tercet.telemetry.event_log import EventLog, read_events
 from tercet.telemetry.events import Stalled, StepLogged
-from tercet.telemetry.watchdog import STALLED_EXIT, Heartbeat, Watchdog
+from tercet.telemetry.watchdog import STALLED_EXIT, Watchdog
 from watched import corpus, gate, settings, verdict
 
 
@@ -29,12 +29,14 @@ def step_event(seconds: float) -> StepLogged:
 
 
 @pytest.fixture
-def parts(tmp_path: Path):
-    beat = Heartbeat(tmp_path, 0, 0.05)
+def log(tmp_path: Path):
     log = EventLog(tmp_path)
-    yield tmp_path, beat, log
-    beat.close()
+    yield log
     log.close()
+
+
+def watchdog_of(log: EventLog, **config) -> Watchdog:
+    return Watchdog(log.path.parent, 0, HealthConfig(**config), log, 0.05)
 
 
 def wait_for(condition, seconds: float = 20.0) -> None:
@@ -48,9 +50,8 @@ def stalls(log: EventLog) -> list[Stalled]:
     return [e for e in read_events(log.path) if isinstance(e, Stalled)]
 
 
-def test_the_limit_follows_the_pace_of_the_run(parts):
-    folder, beat, log = parts
-    dog = Watchdog(folder, 0, HealthConfig(), beat, log)
+def test_the_limit_follows_the_pace_of_the_run(log):
+    dog = watchdog_of(log)
     assert dog.limit() == 900  # before the first log line, which may include compilation
     dog.observe(step_event(0.1))
     assert dog.limit() == 180  # 1 s between log lines: the minimum
@@ -59,50 +60,38 @@ def test_the_limit_follows_the_pace_of_the_run(parts):
     assert dog.limit() == 3000  # 600 s between log lines
 
 
-def test_a_stall_dumps_the_stack_and_its_end_is_logged(parts, monkeypatch):
+def test_a_stall_dumps_the_stack_and_its_end_is_logged(log, monkeypatch):
     monkeypatch.setattr(watchdog, "START_SECONDS", 0.2)
-    folder, beat, log = parts
-    config = HealthConfig(stall_seconds=0.2)
 
     def the_step_that_hangs() -> None:
         wait_for(lambda: stalls(log))
 
-    with Watchdog(folder, 0, config, beat, log):
-        beat.at(7, "training")
+    with watchdog_of(log, stall_seconds=0.2) as dog:
+        dog.at(7, "training")
         the_step_that_hangs()
-        beat.at(8, "training")
+        dog.at(8, "training")
         wait_for(lambda: len(stalls(log)) == 2)
     first, second = stalls(log)
     assert (first.step, first.doing, first.over, second.over) == (6, "training", False, True)
-    text = (folder / first.dump).read_text()
+    text = (log.path.parent / first.dump).read_text()
     assert "the_step_that_hangs" in text
     assert "thread MainThread" in text
     assert "rank 0: step 7, training" in text  # the heartbeats of every rank
     assert "no CUDA device in use" in text
 
 
-def test_a_slow_run_is_not_a_stall(parts):
-    folder, beat, log = parts
-    with Watchdog(folder, 0, HealthConfig(stall_seconds=0.1), beat, log) as dog:
-        dog.observe(step_event(0.2))  # 2 s between log lines, five times that is the limit
-        beat.at(1, "training")
-        time.sleep(0.6)
-    assert stalls(log) == []
-
-
-def test_sigusr1_writes_stacks_and_training_continues(parts, monkeypatch):
-    folder, beat, log = parts
-    received = []
+def test_sigusr1_writes_stacks_and_training_continues(log, monkeypatch):
+    folder, received = log.path.parent, []
     before = signal.signal(signal.SIGUSR1, lambda *_: received.append(1))
     try:
-        with Watchdog(folder, 0, HealthConfig(), beat, log):
+        with watchdog_of(log):
             os.kill(os.getpid(), signal.SIGUSR1)
             assert "test_sigusr1_writes_stacks" in (folder / "stack_rank0_signal.txt").read_text()
         assert stalls(log) == []
         os.kill(os.getpid(), signal.SIGUSR1)  # the handler of before is there again
         assert received == [1]
         (folder / "stack_rank0_signal.txt").unlink()
-        with Watchdog(folder, 0, HealthConfig(), beat, log):
+        with watchdog_of(log):
             pass
         assert not list(folder.glob("stack_*"))
     finally:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tercet.atomic_io import atomic_write
 from tercet.errors import UsageError
 from tercet.parse import parse_json
 from tercet.telemetry.events import KINDS, Event, Noted, decode, encode, parse_record
@@ -165,11 +166,6 @@ def rewind(folder: Path, rank: int, step: int) -> tuple[int, list[int]]:
     if moved:
         with (folder / f"superseded_rank{rank}.jsonl").open("ab") as stream:
             stream.writelines(moved)
-    # Replaced by one rename: a crash leaves the old stream or the new one.
-    fresh = path.with_suffix(".tmp")
-    with fresh.open("wb") as stream:
-        stream.writelines(kept)
-        stream.flush()
-        os.fsync(stream.fileno())
-    fresh.replace(path)
+    with atomic_write(path) as fresh:
+        fresh.write_bytes(b"".join(kept))
     return len(moved), damaged

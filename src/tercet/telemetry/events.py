@@ -230,9 +230,6 @@ class ResourcesObserved(Event, kind="resources", measured=True):
     optimizer_seconds: float
     communication_seconds: float  # collectives not overlapped with compute
     other_seconds: float
-    # Total seconds in the interval.
-    checkpoint_seconds: float
-    validation_seconds: float
     allocated_gib: float  # on the device; on a CPU, resident memory of the process
     reserved_gib: float
     peak_gib: float

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from tercet.attention.config import BRANCHES
 from tercet.telemetry import events
@@ -44,28 +44,16 @@ _MIN_SPEEDS = 3
 # Standard deviation over median absolute deviation, for a normal distribution.
 _MAD_TO_STD = 1.4826
 
-# Rules on every layer: (rule, column of events.LayersObserved, limit, when a value is bad, sentence).
-# NaN is bad in the columns of gates.
-_LAYER_RULES: tuple[tuple[str, str, float, Callable[[float, float], bool], str], ...] = (
-    (
-        "gate_collapse", "gate_collapse", GATE_COLLAPSE_SHARE, lambda share, limit: not share < limit,
-        "layer {layer}: one gate has over 95% of the weight for {percent:.0f}% of (token, head) pairs",
-    ),
-    *(
-        (
-            "dead_branch", f"gate_share_{branch}", DEAD_BRANCH_SHARE, lambda share, limit: not share >= limit,
-            f"layer {{layer}}: the {branch} branch gets {{percent:.2f}}% of the gate weight",
-        )
-        for branch in BRANCHES
-    ),
-    (
-        "selection_stuck", "selected_forced", SELECTION_FORCED_SHARE, lambda share, limit: share >= limit,
-        "layer {layer}: {percent:.1f}% of the selected blocks are forced ones",
-    ),
-    (
-        "selection_stuck", "selected_overlap", SELECTION_OVERLAP, lambda share, limit: share >= limit,
-        "layer {layer}: {percent:.2f}% of the freely selected blocks are the same for consecutive tokens",
-    ),
+# Rules on every layer: (rule, column of events.LayersObserved, limit, whether it is a minimum, sentence). NaN is bad.
+_LAYER_RULES = (
+    ("gate_collapse", "gate_collapse", GATE_COLLAPSE_SHARE, False,
+     "one gate has over 95% of the weight for {:.0f}% of (token, head) pairs"),
+    *(("dead_branch", f"gate_share_{branch}", DEAD_BRANCH_SHARE, True,
+       f"the {branch} branch gets {{:.2f}}% of the gate weight") for branch in BRANCHES),
+    ("selection_stuck", "selected_forced", SELECTION_FORCED_SHARE, False,
+     "{:.1f}% of the selected blocks are forced ones"),
+    ("selection_stuck", "selected_overlap", SELECTION_OVERLAP, False,
+     "{:.2f}% of the freely selected blocks are the same for consecutive tokens"),
 )  # fmt: skip
 _OF_GATES = ("gate_collapse", "dead_branch")
 
@@ -169,19 +157,19 @@ class HealthMonitor:
             yield self._finding(event, "data_starvation", sentence, share, limit)
 
     def _layers(self, event: events.LayersObserved) -> Iterator[HealthFired]:
-        for rule, column, threshold, is_bad, sentence in _LAYER_RULES:
+        for rule, column, limit, minimum, sentence in _LAYER_RULES:
             for layer, share in enumerate(getattr(event, column)):
                 if share is None:
                     continue
-                bad = is_bad(share, threshold)
+                bad = not (share >= limit if minimum else share < limit)
                 if self._imported and rule in _OF_GATES and not math.isnan(share):
                     # A gate that the import closed counts only after it has opened once.
                     if not bad:
                         self._opened.add((layer, column))
                     bad = (layer, column) in self._opened and bad
                 if self._persists(rule, (layer, column), bad, PATIENCE):
-                    text = sentence.format(layer=layer, percent=100 * share)
-                    yield self._finding(event, rule, text, share, threshold, layer)
+                    text = f"layer {layer}: {sentence.format(100 * share)}"
+                    yield self._finding(event, rule, text, share, limit, layer)
 
     def _persists(self, rule: str, key: object, bad: bool, patience: int = 1) -> bool:
         """Whether this is the reading after which `bad` has been true exactly `patience` times in a row."""

@@ -61,7 +61,6 @@ class Observer:
         self._steps = 0  # since the last log line
         self._unreported = 0  # steps whose routes are in no event yet
         self._gradients: dict[str, Any] = {}
-        self._excluded_seconds = {"checkpoint": 0.0, "validation": 0.0}
         self._snapshot("boot", 0)
 
     def before_step(self, step: int) -> None:
@@ -98,10 +97,6 @@ class Observer:
             if self._rank == 0:
                 with full_disk_allowed():
                     measure.write_dtypes(self._folder, self._model, self._optimizer, self._compute, self._gradients)
-
-    def add_excluded(self, what: str, seconds: float) -> None:
-        """Record time of the interval that was not training: checkpoint or validation."""
-        self._excluded_seconds[what] += seconds
 
     def after_log(self, logged: events.StepLogged, totals: Any = None) -> list[events.HealthFired]:
         """Emit the interval's measurements and health findings; returns the findings that ask to halt.
@@ -151,14 +146,11 @@ class Observer:
         if "passes_seconds" in phases:  # CUDA graphs: unknown, which is not the same as zero
             phases |= {"forward_seconds": None, "backward_seconds": None}
         used: dict[str, Any] = measure.device_memory(self._device, self._held_bytes())
-        excluded, self._excluded_seconds = self._excluded_seconds, dict.fromkeys(self._excluded_seconds, 0.0)
         return events.ResourcesObserved(
             step=logged.step,
             data_seconds=logged.data_seconds,
             **phases,
             other_seconds=max(0.0, logged.step_seconds - known),
-            checkpoint_seconds=excluded["checkpoint"],
-            validation_seconds=excluded["validation"],
             **used,
             host_gib=measure.resident_gib(),
             **{field: 0 if totals is None else getattr(totals, name) for field, name in _TOTALS.items()},

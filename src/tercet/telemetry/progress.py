@@ -54,9 +54,9 @@ class _Console(Console):
 class Screen:
     """Prints the events of rank 0. Other ranks have a quiet one."""
 
-    def __init__(self, mode: str = "auto", *, quiet: bool = False, stream: TextIO | None = None) -> None:
+    def __init__(self, *, quiet: bool = False, stream: TextIO | None = None) -> None:
         self._console = _Console(file=stream or sys.stdout, quiet=quiet, soft_wrap=True, highlight=False)
-        self._live = not quiet and (mode == "on" or (mode == "auto" and self._console.is_terminal))
+        self._live = not quiet and self._console.is_terminal
         self._display: Progress | None = None
         self._steps = 0  # of the run
         self._doing = FIRST_STEP  # what takes time now; empty: training

@@ -43,6 +43,10 @@ STATISTICS = (
 LAYER_COLUMNS = ("step", "layer", "attention", *STATISTICS)
 ROUTE_COLUMNS = ("layer", "branch", "route", "reason", "fallback", "calls")
 
+# Of the kinds of events whose numbers TensorBoard and W&B get: the first part of their names there.
+_GROUPS = {"step": "train", "validation": "validation", "layers": "layers", "selectors": "selectors",
+           "resources": "resources"}  # fmt: skip
+
 # More than any sink needs to finish; a hanging network must not keep a finished run alive.
 CLOSE_SECONDS = 30.0
 
@@ -202,26 +206,19 @@ class WandbSink:
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The numbers of an event, by the name they have in TensorBoard and W&B."""
-    if isinstance(event, events.StepLogged):
-        names = ("loss", "lr", "muon_lr", "grad_norm", "tokens_per_s", "memory_gib", "skipped", "data_seconds", "mfu")
-        return {f"train/{n}": getattr(event, n) for n in names if getattr(event, n) is not None}
-    if isinstance(event, events.Validated):
-        return {"validation/loss": event.loss}
-    if isinstance(event, events.LayersObserved):
-        return _by_layer("layers", event, STATISTICS, range(len(event.attention)))
-    if isinstance(event, events.SelectorsObserved):
-        return _by_layer("selectors", event, ("kl", "mass", "best", "random"), event.layer)
-    if isinstance(event, events.ResourcesObserved):
-        values = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
-        named = {k: v for k, v in values.items() if k.endswith(("_seconds", "_gib")) and v is not None}
-        return {f"resources/{k}": v for k, v in named.items()}
-    return {f"health/{event.rule}": event.value} if isinstance(event, HealthFired) else {}
-
-
-def _by_layer(group: str, event: Event, names: Iterable[str], layers: Iterable[int]) -> dict[str, float]:
-    columns = {name: zip(layers, getattr(event, name), strict=True) for name in names}
-    return {f"{group}/{name}/{i}": v for name, column in columns.items() for i, v in column if v is not None}
+    """The numbers of a measurement, those of each layer too, by the name they have in TensorBoard and W&B."""
+    if isinstance(event, HealthFired):
+        return {f"health/{event.rule}": event.value}
+    named: dict[str, Any] = {}
+    for field in dataclasses.fields(event) if event.kind in _GROUPS else ():
+        if field.name in ("step", "rank", "time", "layer"):
+            continue
+        name, value = f"{_GROUPS[event.kind]}/{field.name}", getattr(event, field.name)
+        if event.table and isinstance(value, list):
+            named |= {f"{name}/{i}": v for i, v in zip(getattr(event, "layer", range(len(value))), value, strict=True)}
+        else:
+            named[name] = value
+    return {name: value for name, value in named.items() if isinstance(value, int | float)}
 
 
 class BackgroundSink:

@@ -1,9 +1,9 @@
-"""Watchdog and heartbeat: detect a stalled run and dump its state.
+"""The watchdog writes a heartbeat, detects a stalled run and dumps its state.
 
-The heartbeat records progress (each `beat.at`) and writes it to heartbeat_rank{r}.jsonl every few seconds, whether or
-not the run moves. The watchdog reports a stall after a minimum time and a multiple of this run's own time between log
-lines, so that slow steps are not mistaken for stuck ones. Its dump has the Python stacks and CPU time of this process
-(busy or waiting?), CUDA memory, and the last events and heartbeats of every rank.
+The heartbeat is the last progress, written every few seconds whether or not the run moves. A stall is no progress for a
+minimum time and a multiple of this run's own time between log lines, so that slow steps are not mistaken for stuck
+ones. The dump has the Python stacks and CPU time of this process (busy or waiting?), CUDA memory, and the last events
+and heartbeats of every rank.
 """
 
 from __future__ import annotations
@@ -38,15 +38,28 @@ LAST_EVENTS = 5
 
 
 class Watchdog:
-    """Use `with Watchdog(...) as dog:` around training, and add `dog.observe` to the event log's readers."""
+    """Use `with Watchdog(...) as dog:` around training, and add `dog.observe` to the event log's readers.
 
-    def __init__(self, folder: Path, rank: int, config: HealthConfig, beat: Heartbeat, log: EventLog) -> None:
-        self._folder, self._rank, self._config = folder, rank, config
-        self._beat, self._log = beat, log
+    `dog.at(step, doing)` costs an assignment; a thread writes it to heartbeat_rank{r}.jsonl every `seconds`.
+    """
+
+    def __init__(self, folder: Path, rank: int, config: HealthConfig, log: EventLog, seconds: float = 10.0) -> None:
+        self._folder, self._rank, self._config, self._log = folder, rank, config, log
+        self._seconds = seconds
         self._intervals: deque[float] = deque(maxlen=20)
         self._stop = threading.Event()
         self._stalled_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self.at(0, "starting")
+
+    def at(self, step: int, doing: str) -> None:
+        """Record progress: the current step and activity."""
+        self.step, self.doing, self.moved = step, doing, time.time()
+
+    @property
+    def _idle_seconds(self) -> float:
+        """Seconds since the last progress."""
+        return time.time() - self.moved
 
     def observe(self, event: Event) -> None:
         """Learn the usual time between log lines."""
@@ -82,23 +95,42 @@ class Watchdog:
                 path.unlink()
 
     def _run(self) -> None:
-        cpu = _cpu_seconds()
+        cpu, beat_at = _cpu_seconds(), 0.0
         while True:
+            if time.time() - beat_at >= self._seconds:
+                beat_at = time.time()
+                self._write_heartbeat()
             limit = self.limit()
             # Poll well within the limit, to notice a stall soon, but never in a busy loop.
-            wait = min(5.0, max(0.02, min(limit, self._config.stall_seconds) / 10))
+            wait = min(5.0, self._seconds, max(0.02, min(limit, self._config.stall_seconds) / 10))
             faulthandler.dump_traceback_later(max(1.0, wait + limit), exit=False, file=self._stacks)
             if self._stop.wait(wait):
-                return
-            if self._beat.idle_seconds < limit:
+                break
+            if self._idle_seconds < limit:
                 self._end_stall()
-                cpu = _cpu_seconds() if self._beat.idle_seconds < wait else cpu
-            elif self._stalled_since is None and self._config.stall != "off" and self._beat.doing != "ended":
+                cpu = _cpu_seconds() if self._idle_seconds < wait else cpu
+            elif self._stalled_since is None and self._config.stall != "off" and self.doing != "ended":
                 self._stall(limit, cpu)
+        self._write_heartbeat()
+
+    def _write_heartbeat(self) -> None:
+        now = time.time()
+        line = {
+            "time": now,
+            "rank": self._rank,
+            "pid": os.getpid(),
+            "step": self.step,
+            "doing": self.doing,
+            "for_seconds": round(now - self.moved, 3),
+        }
+        path = self._folder / f"heartbeat_rank{self._rank}.jsonl"
+        # The event log reports a full disk.
+        with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
 
     def _stall(self, limit: float, cpu: float) -> None:
-        self._stalled_since = self._beat.moved
-        idle, doing, step = self._beat.idle_seconds, self._beat.doing, self._beat.step
+        self._stalled_since = self.moved
+        idle, doing, step = self._idle_seconds, self.doing, self.step
         path = self._dump(f"no progress for {idle:.1f} s (limit {limit:.1f} s) in step {step} while {doing}", cpu)
         self._emit(Stalled(step=max(0, step - 1), doing=doing, for_seconds=idle, limit_seconds=limit, dump=path.name))
         self._print(f"stalled: no progress for {idle:.0f} s in step {step} while {doing}; see {path}")
@@ -109,9 +141,9 @@ class Watchdog:
     def _end_stall(self) -> None:
         if self._stalled_since is None:
             return
-        seconds = self._beat.moved - self._stalled_since
+        seconds = self.moved - self._stalled_since
         self._stalled_since = None
-        doing, step, limit = self._beat.doing, max(0, self._beat.step - 1), self.limit()
+        doing, step, limit = self.doing, max(0, self.step - 1), self.limit()
         self._emit(Stalled(step=step, doing=doing, for_seconds=seconds, limit_seconds=limit, dump="", over=True))
         self._print(f"progress again after {seconds:.0f} s")
 
@@ -132,14 +164,14 @@ class Watchdog:
             self._cpu_use(cpu_before),
             "== Python stacks\n" + stacks(),
             "== CUDA memory\n" + cuda_memory(),
-            "\n".join(["== every rank", *heartbeats(self._folder, 3 * self._beat.seconds + 1), *last]),
+            "\n".join(["== every rank", *heartbeats(self._folder, 3 * self._seconds + 1), *last]),
         ]
         with contextlib.suppress(OSError):
             path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
         return path
 
     def _cpu_use(self, before: float) -> str:
-        idle = max(1e-9, self._beat.idle_seconds)
+        idle = max(1e-9, self._idle_seconds)
         share = (_cpu_seconds() - before) / idle
         meaning = "busy: slow, or in an endless loop" if share > 0.5 else "waiting"
         return f"CPU use since the last progress, {idle:.1f} s ago: {100 * share:.0f}% of one core: {meaning}"
@@ -191,49 +223,3 @@ def heartbeats(folder: Path, stale: float) -> list[str]:
 def _cpu_seconds() -> float:
     spent = os.times()
     return spent.user + spent.system
-
-
-class Heartbeat:
-    """`beat.at(step, doing)` costs an assignment; a thread writes it to heartbeat_rank{r}.jsonl."""
-
-    def __init__(self, folder: Path, rank: int, seconds: float) -> None:
-        self._path, self._rank = folder / f"heartbeat_rank{rank}.jsonl", rank
-        self.seconds = seconds  # between lines
-        self.at(0, "starting")
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._thread.start()
-
-    def at(self, step: int, doing: str) -> None:
-        """Record progress: the current step and activity."""
-        self.step, self.doing, self.moved = step, doing, time.time()
-
-    @property
-    def idle_seconds(self) -> float:
-        """Seconds since the last progress."""
-        return time.time() - self.moved
-
-    def close(self) -> None:
-        """Write a last line and stop the thread."""
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        self._write()
-        while not self._stop.wait(self.seconds):
-            self._write()
-        self._write()
-
-    def _write(self) -> None:
-        now = time.time()
-        line = {
-            "time": now,
-            "rank": self._rank,
-            "pid": os.getpid(),
-            "step": self.step,
-            "doing": self.doing,
-            "for_seconds": round(now - self.moved, 3),
-        }
-        # The event log reports a full disk.
-        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line) + "\n")

@@ -25,7 +25,7 @@ from tercet.telemetry.events import CheckpointFailed, Event
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.sinks import BackgroundSink, Sink, TensorBoardSink, WandbSink, csv_sinks, tensorboard_wanted
-from tercet.telemetry.watchdog import Heartbeat, Watchdog
+from tercet.telemetry.watchdog import Watchdog
 from tercet.terminal import printable
 from tercet.train import manifest
 from tercet.train.checkpoint import Checkpointer
@@ -87,7 +87,7 @@ def rank_context(strategy: Strategy) -> Iterator[None]:
 
 def attach(
     stack: ExitStack, config: RunConfig, state: TrainState, strategy: Strategy, folder: Path, log: EventLog,
-    beat: Heartbeat, screen: Screen, past: list[Event],
+    beat: Watchdog, screen: Screen, past: list[Event],
 ) -> Observer:  # fmt: skip
     """Attach sinks, watchdog and observer; `stack` closes them. Rank 0 writes the files that all ranks share."""
     if strategy.rank == 0:
@@ -102,7 +102,7 @@ def attach(
         log.readers += [
             stack.enter_context(closing(BackgroundSink(name, sink, screen.say))) for name, sink in slow.items()
         ]
-    log.readers.append(stack.enter_context(Watchdog(folder, strategy.rank, config.health, beat, log)).observe)
+    log.readers.append(beat.observe)
     observer = Observer(
         config, folder, strategy.rank, state.device, state.model, state.optimizer, log,
         precision_of(config, state.device), strategy.all_sum, state.interval.excluded, lambda: state.held_bytes,
@@ -157,7 +157,6 @@ class AsyncSaver:
             return
         if saved is not None:
             self._failures_in_row = 0
-            self._observer.add_excluded("checkpoint", saved.blocked_seconds)
             self._log.emit(saved)
 
     def finish(self) -> None:

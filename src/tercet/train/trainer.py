@@ -28,7 +28,7 @@ from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.sinks import summarise
 from tercet.telemetry.units import plural
-from tercet.telemetry.watchdog import Heartbeat
+from tercet.telemetry.watchdog import Watchdog
 from tercet.train import console
 from tercet.train.checkpoint import Checkpointer
 from tercet.train.cuda_graph import StepGraph
@@ -60,7 +60,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
     device = pick_device(config.run.device, launch.local_rank, share=config.parallel.share_gpus)
     strategy, path, resume = join_run(config, resume, launch, device)
     config = config.with_absolute_paths()
-    screen = Screen("auto", quiet=strategy.rank > 0)
+    screen = Screen(quiet=strategy.rank > 0)
     with rank_context(strategy), ExitStack() as stack:
         stop = stack.enter_context(StopSignals(watch_parent=launch.by_torchrun))
         folder = stack.enter_context(closing(RunFolder(path, lock=strategy.rank == 0)))
@@ -109,7 +109,9 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
             for rank in (r for r in rank_files(folder.path, "events") if r >= strategy.world_size):
                 rewind(folder.path, rank, state.step)
         log = stack.enter_context(closing(EventLog(folder.path, strategy.rank)))
-        beat = stack.enter_context(closing(Heartbeat(folder.path, strategy.rank, config.log.heartbeat_seconds)))
+        beat = stack.enter_context(
+            Watchdog(folder.path, strategy.rank, config.health, log, config.log.heartbeat_seconds)
+        )
         if forked or state.step < config.train.steps:
             screen.header(console.header_lines(config, state, device, strategy, folder.path, tokenizer.vocab_size))
             for line in console.config_lines(config, origins, folder.path):
@@ -160,7 +162,7 @@ class Trainer:
     tokenizer: Tokenizer
     folder: RunFolder
     log: EventLog
-    beat: Heartbeat
+    beat: Watchdog
     screen: Screen
     stop: StopSignals
     past: list[events.Event]  # events of earlier processes of this run
@@ -407,7 +409,6 @@ class Trainer:
                 return
             size = self.validation.text_bytes(self.state.device)
         seconds = time.perf_counter() - start
-        self.observer.add_excluded("validation", seconds)
         loss, tokens = found
         length = self.stage.data.seq_len if self.config.train.stages else None
         self.log.emit(
