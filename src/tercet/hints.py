@@ -43,8 +43,8 @@ def resume(folder: str | Path, ranks: int = 1) -> str:
     return torchrun(*words, ranks=here, nodes=-(-ranks // here))
 
 
-def report(folder: str | Path, *, baseline: str | Path | None = None) -> str:
-    return tercet("report", folder, *([] if baseline is None else ["--baseline", baseline]))
+def report(*folders: str | Path) -> str:
+    return tercet("report", *folders)
 
 
 def generate(folder: str | Path, prompt: str = "TEXT") -> str:
@@ -65,7 +65,7 @@ def train_dense_baseline(folder: str | Path, preset: str | None) -> str:
     source = ("--preset", preset) if preset else ("--config", f"{folder}/config.toml")
     dense = f"{folder}-dense"
     train = tercet("train", *source, "--model.attention", "dense", "--run.dir", dense)
-    return f"{train}, then {report(folder, baseline=dense)}"
+    return f"{train}, then {report(folder, dense)}"
 
 
 def relaunch(arguments: Sequence[str], *, ranks: int, per_machine: int, strategy: str) -> str:

@@ -36,6 +36,10 @@ def test_a_healthy_run_passes_the_gates_it_tested(healthy):
         f"Healthy: 60 steps, validation {loss:.{2 if loss >= 1 else 3}f}",
     )
     assert judged.sentence == "Nothing failed. Not applicable: throughput, routing, fallbacks."
+    told = judged.as_dict(healthy)
+    assert (told["verdict"], told["exit_code"], told["health"]) == ("NOT TESTED", 4, "healthy")
+    assert {g["verdict"] for g in told["gates"]} == {"GO", "NOT TESTED"}
+    assert [g["name"] for g in told["gates"] if not g["applicable"]] == ["throughput", "routing", "fallbacks"]
 
 
 def test_the_headline_says_go_only_for_the_production_gates(healthy, tmp_path):
@@ -50,20 +54,10 @@ def test_the_headline_says_go_only_for_the_production_gates(healthy, tmp_path):
     assert (verdict(few).health, verdict(few).word, verdict(few).exit_code) == ("unknown", "Too short to judge", 4)
 
 
-def test_verdict_json_keeps_its_words_and_marks_what_does_not_apply(healthy):
-    told = verdict(healthy).as_dict(healthy)
-    assert (told["verdict"], told["exit_code"], told["health"]) == ("NOT TESTED", 4, "healthy")
-    assert {g["verdict"] for g in told["gates"]} == {"GO", "NOT TESTED"}
-    assert [g["name"] for g in told["gates"] if not g["applicable"]] == ["throughput", "routing", "fallbacks"]
-
-
-def test_too_few_steps_are_not_tested(healthy):
+def test_a_run_of_few_steps_is_not_go(healthy):
     judged = judge(healthy)  # 60 steps, 500 are needed
-    passed = {name for name, v in verdicts(judged).items() if v == "GO"}
-    assert passed == {"record", "checkpoint and resume"}
-    short = [g for g in judged.gates if g.short]
-    assert {g.name for g in short} == {"stability", "memory", "selection health", "data", "numerics"}
-    assert all(g.reasons == [("fewer than 500 steps (60 logged)", "train longer")] for g in short)
+    assert gate(judged, "stability").reasons == [("fewer than 500 steps (60 logged)", "train longer")]
+    assert (judged.verdict, verdicts(judged)["stability"]) == ("NOT TESTED", "NOT TESTED")
 
 
 def test_the_terminal_says_how_to_resume_a_killed_run(healthy):
@@ -71,13 +65,6 @@ def test_the_terminal_says_how_to_resume_a_killed_run(healthy):
     out = _summary(judge(killed), healthy.folder / "report.html")
     assert f"\nto fix stability: check the system log, then {hints.resume(healthy.folder)}\n" in out
     assert "--resume auto" in out
-
-
-def test_a_stated_target_is_compared_with_the_median(healthy):
-    fast = judge(healthy, limits=Thresholds(min_steps=40, tokens_per_s=1.0))
-    slow = judge(healthy, limits=Thresholds(min_steps=40, tokens_per_s=1e12))
-    assert gate(fast, "throughput").verdict == "GO"
-    assert gate(slow, "throughput").verdict == "NO-GO"
 
 
 def last(lines, kind):

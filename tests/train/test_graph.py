@@ -24,7 +24,6 @@ from tercet.model.loss import IGNORED
 from tercet.model.transformer import Transformer
 from tercet.report.attention_gates import fallback_gate
 from tercet.report.facts import notable_events
-from tercet.report.gates import Thresholds
 from tercet.report.read import read_run
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import (
@@ -363,7 +362,7 @@ def test_a_run_falls_back_to_eager_and_its_report_counts_it(
     fired = [e.sentence for e in events if isinstance(e, HealthFired) and e.rule == "fallback"]
     assert len(fired) == 1
     assert "train.cuda_graph=auto fell back to eager execution" in fired[0]
-    evidence = {how: dict(fallback_gate(read_run(tmp_path / how), Thresholds()).evidence) for how in ("auto", "off")}
+    evidence = {how: dict(fallback_gate(read_run(tmp_path / how)).evidence) for how in ("auto", "off")}
     assert evidence["auto"]["failed CUDA graph captures"] == "1"
     assert "failed CUDA graph captures" not in evidence["off"]
     with pytest.raises(TercetError, match="ValueError: no"):

@@ -17,7 +17,7 @@ from tercet.errors import TercetError, UsageError
 from tercet.parse import one_line_errors
 from tercet.report import pages
 from tercet.report.gates import GO, NO_GO, NOT_TESTED, Thresholds
-from tercet.report.read import baseline_mismatch, read_config, read_run, stale_after
+from tercet.report.read import Run, baseline_mismatch, read_config, read_run, stale_after
 from tercet.report.verdict import Verdict, judge
 from tercet.telemetry.event_log import events_file, tail
 from tercet.telemetry.events import RunEnded, StepLogged, decode, describe
@@ -34,9 +34,7 @@ def report(
     runs: list[Path],
     *,
     out: Path | None = None,
-    baseline: Path | None = None,
     target_tokens_per_s: float | None = None,
-    min_dense_ratio: float = Thresholds.dense_ratio,
     require_go: bool = False,
 ) -> int:
     """Judge runs and write a page for each; with several runs, also a comparison page.
@@ -45,45 +43,47 @@ def report(
     NO-GO, otherwise 0; with --require-go, 4 if a run is neither.
 
     Args:
-        runs: Run folders; finished, crashed or still running.
+        runs: Run folders; finished, crashed or still running. A dense baseline among them is detected.
         out: Output folder; by default report/ in the run folder, or comparison/ for several runs.
-        baseline: Run folder of the dense baseline to compare throughput with; detected among several runs.
         target_tokens_per_s: Require this throughput instead of comparing with a dense baseline.
-        min_dense_ratio: Required throughput as a multiple of the dense baseline's.
-        require_go: For scripts: exit with code 4, and say why, unless every run is GO; 3 if one is NO-GO.
+        require_go: For scripts: exit with code 4 unless every run is GO; 3 if one is NO-GO.
     """
-    for name, number in (("min_dense_ratio", min_dense_ratio), ("target_tokens_per_s", target_tokens_per_s)):
-        if number is not None and not 0 < number < math.inf:
-            raise UsageError(f"{name}={number:g} must be a positive number")
+    if target_tokens_per_s is not None and not 0 < target_tokens_per_s < math.inf:
+        raise UsageError(f"target_tokens_per_s={target_tokens_per_s:g} must be a positive number")
     if not runs:
         raise UsageError("no run folder given: tercet report runs/NAME-DATE-TIME")
-    _check_distinct(runs, baseline)
-    limits = Thresholds(dense_ratio=min_dense_ratio, tokens_per_s=target_tokens_per_s)
+    for number, path in enumerate(runs):
+        if path.resolve() in [other.resolve() for other in runs[:number]]:
+            raise UsageError(f"{path} is given twice: give each run once")
+    limits = Thresholds(tokens_per_s=target_tokens_per_s)
     loaded = [read_run(path) for path in runs]
     out = out or (Path("comparison") if len(runs) > 1 else runs[0] / "report")
     check_writable_folder("--out", out)
     folders = [run.folder / "report" for run in loaded] if len(loaded) > 1 else [out]
     for folder in folders:
         check_writable_folder("the report folder", folder)
-    given_baseline = read_run(baseline) if baseline is not None else None
     verdicts, paths = [], []
     for run, folder in zip(loaded, folders, strict=True):
-        others = (other for other in loaded if other is not run and not baseline_mismatch(run, other))
-        dense = given_baseline or next(others, None)
         print(printable(f"{run.name} ({run.folder})"), flush=True)
         with one_line_errors(TercetError, f"{run.folder} has damaged records: restore them, or leave this run out"):
-            verdict = judge(run, dense, limits)
+            verdict = judge(run, _dense_baseline(run, loaded), limits)
             paths.append(pages.write_report(run, verdict, folder))
             verdicts.append(verdict)
             print(printable(_summary(verdict, paths[-1])))
-            if require_go and verdict.verdict == NOT_TESTED:
-                print(printable(verdict.why_not_go()))
     if len(loaded) > 1:
         page, figures = pages.write_comparison(pages.columns(loaded, verdicts, paths), out)
         print(printable(f"{figures}\ncomparison: {page}"))
     accepted = (GO,) if require_go else (GO, NOT_TESTED)
     codes = [0 if v.verdict in accepted else v.exit_code for v in verdicts]
     return max(codes, key=(0, 4, 3).index)
+
+
+def _dense_baseline(run: Run, runs: list[Run]) -> Run | None:
+    """The dense run among `runs` to compare this one with: the first that matches it, or else the first."""
+    dense = [other for other in runs if set(other.attention) == {"dense"}]
+    if run in dense:
+        return None
+    return next((other for other in dense if not baseline_mismatch(run, other)), next(iter(dense), None))
 
 
 def watch(run: Path, *, every: float = 1.0, once: bool = False) -> int:
@@ -125,14 +125,6 @@ def _newest_lines(run: Path) -> tuple[str, bool]:
                     lines.append(described[1])
     beats = [] if ended else heartbeats(run, stale_after(read_config(run, [])))
     return "\n".join([*lines, *beats]), ended
-
-
-def _check_distinct(runs: list[Path], baseline: Path | None) -> None:
-    """Refuse to compare a run with itself, also under another path."""
-    given = [*runs, *([baseline] if baseline else [])]
-    for number, path in enumerate(given):
-        if path.resolve() in [other.resolve() for other in given[:number]]:
-            raise UsageError(f"{path} is given twice: give each run once")
 
 
 def _summary(verdict: Verdict, path: Path) -> str:

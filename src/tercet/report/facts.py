@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -109,22 +108,11 @@ def route_rows(run: Run) -> list[dict[str, Any]]:
     by_layer: dict[tuple[str, str, str, bool], dict[int, int]] = defaultdict(dict)
     for (layer, branch, route, reason, fallback), calls in run.route_counts.items():
         by_layer[branch, route, reason, fallback][layer] = calls
-    names = ("branch", "route", "reason", "fallback")
+    names = ("branch", "route", "reason", "fallback", "layers", "calls")
     return [
-        dict(zip(names, key, strict=True)) | {"layers": format_ranges(calls), "calls": f"{sum(calls.values()):,}"}
+        dict(zip(names, (*key, ", ".join(map(str, sorted(calls))), f"{sum(calls.values()):,}"), strict=True))
         for key, calls in sorted(by_layer.items())
     ]
-
-
-def format_ranges(numbers: Iterable[int]) -> str:
-    """0, 1, 2, 5 -> 0–2, 5."""
-    parts: list[list[int]] = []
-    for n in sorted(numbers):
-        if parts and n == parts[-1][1] + 1:
-            parts[-1][1] = n
-        else:
-            parts.append([n, n])
-    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in parts)
 
 
 def notable_events(run: Run) -> list[dict[str, Any]]:

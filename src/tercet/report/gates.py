@@ -38,8 +38,7 @@ class Thresholds:
     memory_share: float = 0.92
     memory_growth: float = 0.05
     memory_growth_gib: float = 0.25
-    dense_ratio: float = 1.0
-    dense_length: int = 8192  # shorter sequences need not be as fast as dense: there dense is faster than NSA
+    dense_length: int = 8192  # from here on a run must be as fast as dense; below, dense is faster than NSA
     tokens_per_s: float | None = None
     data_wait: float = 0.10
     bad_records: float = 0.001
@@ -60,8 +59,7 @@ class Gate:
     warnings: list[Reason] = field(default_factory=list)  # people should know them, whatever the verdict
     # by the verdict they ask for; the first in this order wins
     found: dict[str, list[Reason]] = field(default_factory=lambda: {NO_GO: [], NOT_APPLICABLE: [], NOT_TESTED: []})
-    passed: str = ""  # the sentence if it is GO, or would be in a longer run
-    few_steps: str = ""  # why the run is too short for GO
+    passed: str = ""  # the sentence if it is GO
 
     def add_evidence(self, name: str, value: object) -> None:
         self.evidence.append((name, str(value)))
@@ -85,32 +83,17 @@ class Gate:
         """Make the gate NOT TESTED, unless it is NO-GO or NOT APPLICABLE."""
         self.found[NOT_TESTED].append((sentence, fix))
 
-    def conclude(self, passed: str, run: Run, limits: Thresholds) -> Gate:
-        """The gate, with the sentence for GO, which needs enough steps."""
-        self.passed = passed
-        if run.step < limits.min_steps:
-            self.few_steps = f"fewer than {limits.min_steps} steps ({run.step} logged)"
-        return self
-
     @property
     def verdict(self) -> str:
-        return next((verdict for verdict, reasons in self.found.items() if reasons), NOT_TESTED if self.short else GO)
-
-    @property
-    def short(self) -> bool:
-        """NOT TESTED only because the run has too few steps."""
-        return bool(self.few_steps) and not any(self.found.values())
+        return next((verdict for verdict, reasons in self.found.items() if reasons), GO)
 
     @property
     def reasons(self) -> list[Reason]:
-        few = [(self.few_steps, "train longer")] if self.few_steps and self.verdict == NOT_TESTED else []
-        return [*self.found.get(self.verdict, []), *few]
+        return self.found.get(self.verdict, [])
 
     @property
     def sentence(self) -> str:
-        # The report says once that a run is short, not in every gate.
-        passed = f"so far: {self.passed}" if self.short else self.passed
-        sentence = "; ".join(reason for reason, _ in self.found.get(self.verdict, [])) or passed
+        sentence = "; ".join(reason for reason, _ in self.reasons) or self.passed
         return "; warning: ".join([sentence, *(warning for warning, _ in self.warnings)])
 
     @property
@@ -145,10 +128,13 @@ def stability_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
         where = f"rank {worst.rank}, step {worst.step + 1}, while {worst.doing}"
         gate.fail(f"stalled {plural(len(stalls), 'time')} ({where})", f"read {worst.dump} in the run folder")
     _check_loss(run, findings, limits, gate)
+    if run.step < limits.min_steps:
+        gate.not_tested(f"fewer than {limits.min_steps} steps ({run.step} logged)", "train longer")
     loss = f"; training loss {_loss_trend(run).text}" if run.losses else ""
     if run.selectors_only:
         loss = "; only the selectors learn, and the selection gate judges what they learned"
-    return gate.conclude(f"{plural(run.step, 'step')}, {ends[-1][0] if ends else ''}{loss}", run, limits)
+    gate.passed = f"{plural(run.step, 'step')}, {ends[-1][0] if ends else ''}{loss}"
+    return gate
 
 
 def _process_ends(run: Run) -> list[tuple[str, str]]:
@@ -209,7 +195,6 @@ def _check_last_process(run: Run, gate: Gate) -> None:
 
 def _check_loss(run: Run, findings: list[HealthFired], limits: Thresholds, gate: Gate) -> None:
     if not run.losses:
-        gate.not_tested("no step was logged", "train longer")
         return
     spikes = [f for f in findings if f.rule == "loss_spike"]
     trend = _loss_trend(run)
@@ -272,7 +257,8 @@ def memory_gate(run: Run, limits: Thresholds) -> Gate:
         gate.add_evidence("growth", f"{begin:.3f} → {end:.3f} GiB")
         if end - begin > max(limits.memory_growth * begin, limits.memory_growth_gib):
             gate.fail(f"memory grew from {begin:.2f} to {end:.2f} GiB", "find the leak: --profile.steps A:B")
-    return gate.conclude(f"peak {peak:.2f} of {capacity or 0:.1f} GiB, no growth", run, limits)
+    gate.passed = f"peak {peak:.2f} of {capacity or 0:.1f} GiB, no growth"
+    return gate
 
 
 def _longest_segment(run: Run) -> list[float]:
@@ -287,7 +273,7 @@ def _longest_segment(run: Run) -> list[float]:
 
 
 def checkpoint_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:
-    """Checkpoints were saved, and training resumed from one. Needs no number of steps."""
+    """Checkpoints were saved, and training resumed from one."""
     gate = Gate(
         "checkpoint and resume",
         "checkpoints saved and complete on disk, no failed save after the newest, at most "
@@ -381,10 +367,11 @@ def data_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate
         gate.add_evidence("validation", f"loss {validation.loss:.4f} over {validation.tokens:,} tokens")
     else:
         gate.not_tested("no validation loss", "set train.val_every and train.val_tokens")
-    return gate.conclude(f"source {source}, never starved, validation loss measured", run, limits)
+    gate.passed = f"source {source}, never starved, validation loss measured"
+    return gate
 
 
-def numerics_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> Gate:
+def numerics_gate(run: Run, findings: list[HealthFired]) -> Gate:
     """Everything is finite, and the kernels match the reference."""
     gate = Gate(
         "numerics",
@@ -415,7 +402,8 @@ def numerics_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -> 
     if run.validations and not math.isfinite(run.validations[-1].loss):
         gate.fail("the validation loss is not finite")
     _check_parity(run, gate)
-    return gate.conclude("all finite, no zero gradients, fp32 weights", run, limits)
+    gate.passed = "all finite, no zero gradients, fp32 weights"
+    return gate
 
 
 def _check_parity(run: Run, gate: Gate) -> None:

@@ -64,11 +64,6 @@ class Verdict:
         """What does not change the verdict, but people should know."""
         return [(warning, fix, [gate.name]) for gate in self.gates for warning, fix in gate.warnings]
 
-    def why_not_go(self) -> str:
-        """Which gates keep a run without failures from GO, in one line."""
-        missing = [f"{gate.name} ({gate.fix or gate.sentence})" for gate in self.gates if gate.verdict != GO]
-        return f"not GO, which needs every gate to apply and pass; missing: {', '.join(missing)}"
-
     def as_dict(self, run: Run) -> dict[str, Any]:
         """The contents of verdict.json."""
         return {
@@ -102,12 +97,12 @@ def judge(run: Run, baseline: Run | None = None, limits: Thresholds | None = Non
         gates.stability_gate(run, findings, limits),
         gates.memory_gate(run, limits),
         attention_gates.throughput_gate(run, baseline, findings, limits),
-        attention_gates.routing_gate(run, limits),
+        attention_gates.routing_gate(run),
         attention_gates.selection_gate(run, findings, limits),
-        attention_gates.fallback_gate(run, limits),
+        attention_gates.fallback_gate(run),
         gates.checkpoint_gate(run, findings, limits),
         gates.data_gate(run, findings, limits),
-        gates.numerics_gate(run, findings, limits),
+        gates.numerics_gate(run, findings),
     )
     if record.verdict != GO:
         for gate in judged:
@@ -116,7 +111,7 @@ def judge(run: Run, baseline: Run | None = None, limits: Thresholds | None = Non
     verdicts = {gate.verdict for gate in judged}
     verdict = NO_GO if NO_GO in verdicts else GO if verdicts == {GO} else NOT_TESTED
     health = UNHEALTHY if verdict == NO_GO else HEALTHY if run.step >= MIN_HEALTHY_STEPS else UNKNOWN
-    headline, sentence = _headline(run, verdict, health), _sentence(run, judged, limits)
+    headline, sentence = _headline(run, verdict, health), _sentence(judged)
     return Verdict(verdict, health, headline, sentence, judged, limits, tuple(findings))
 
 
@@ -202,9 +197,9 @@ def _headline(run: Run, verdict: str, health: str) -> str:
     return f"{word}: {', '.join(facts)}"
 
 
-def _sentence(run: Run, judged: tuple[Gate, ...], limits: Thresholds) -> str:
+def _sentence(judged: tuple[Gate, ...]) -> str:
     def names(verdict: str) -> str:
-        return ", ".join(g.name for g in judged if g.verdict == verdict and not g.short)
+        return ", ".join(g.name for g in judged if g.verdict == verdict)
 
     if all(gate.verdict == GO for gate in judged):
         parts = [f"All {len(judged)} gates passed."]
@@ -212,8 +207,6 @@ def _sentence(run: Run, judged: tuple[Gate, ...], limits: Thresholds) -> str:
         parts = [f"Failed: {failed}." if (failed := names(NO_GO)) else "Nothing failed."]
     if warned := ", ".join(gate.name for gate in judged if gate.warnings):
         parts.append(f"Warnings: {warned}.")
-    if any(gate.short for gate in judged):
-        parts.append(f"Short run: {run.step:,} of the {limits.min_steps:,} steps that GO needs.")
     if untested := names(NOT_TESTED):
         parts.append(f"Not tested: {untested}.")
     if inapplicable := names(NOT_APPLICABLE):
