@@ -88,12 +88,13 @@ def test_a_profile_is_written_for_the_requested_steps(finished):
 
 
 def test_steps_to_profile_that_are_over_are_a_warning(tmp_path):
-    profiler = Profiler(tmp_path, 0, ProfileConfig(steps="3:4"), torch.device("cpu"))
-    assert not profiler.missed(3)
-    assert profiler.missed(5)
-    assert not profiler.missed(6)
+    config, cpu = ProfileConfig(steps="3:4"), torch.device("cpu")
+    profiler = Profiler(tmp_path, 0, config, cpu)
+    assert profiler.before_step(2) == ""
+    assert "profile.steps=3:4 traces nothing: this is step 5" in profiler.before_step(5)
+    assert profiler.before_step(6) == ""
     (tmp_path / "profile").mkdir()  # of an earlier process
-    assert not Profiler(tmp_path, 0, ProfileConfig(steps="3:4"), torch.device("cpu")).missed(5)
+    assert Profiler(tmp_path, 0, config, cpu).before_step(5) == ""
 
 
 def test_a_killed_run_loses_at_most_its_last_interval(tmp_path, fork_server):

@@ -37,9 +37,15 @@ class Profiler:
         """Whether steps are being traced."""
         return self._profile is not None
 
-    def before_step(self, step: int) -> None:
-        if self._range is None or self.active or not self._range[0] <= step <= self._range[1]:
-            return
+    def before_step(self, step: int) -> str:
+        """Start tracing if this step is to be traced. Returns a warning if no step will be."""
+        if self._range is None or self.active or step < self._range[0]:
+            return ""
+        if step > self._range[1]:
+            first, last = self._range
+            self._range = None
+            traced = self._folder.exists()  # by an earlier process
+            return "" if traced else f"warning: profile.steps={first}:{last} traces nothing: this is step {step}"
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._cuda:
             torch.cuda.synchronize(self._device)  # keep earlier steps out of the trace
@@ -48,13 +54,7 @@ class Profiler:
         self._profile = torch.profiler.profile(activities=activities, profile_memory=True)
         self._first = self.last = step
         self._profile.start()
-
-    def missed(self, step: int) -> bool:
-        """Whether the steps to trace were over before this one, the first, and none was traced. True once."""
-        missed = self._range is not None and step > self._range[1] and not self.active and not self._folder.exists()
-        if missed:
-            self._range = None
-        return missed
+        return ""
 
     def ends_with(self, step: int) -> bool:
         """Whether this was the last step to trace; then call `close`."""

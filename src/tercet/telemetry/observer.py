@@ -66,12 +66,8 @@ class Observer:
     def before_step(self, step: int) -> None:
         """Layer statistics are collected only in steps that will be logged."""
         self._probe.set_sampling(step % self._config.log.every == 0 or step in self._config.train.stage_ends)
-        if self._profiler.missed(step):
-            steps = self._config.profile.steps
-            self._log.emit(
-                events.Noted(step=step, text=f"warning: profile.steps={steps} traces nothing: this is step {step}")
-            )
-        self._profiler.before_step(step)
+        if warning := self._profiler.before_step(step):
+            self._log.emit(events.Noted(step=step, text=warning))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
