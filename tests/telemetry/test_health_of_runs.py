@@ -10,20 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import tercet.train.step as step_module
 from runs import step_logged
 from tercet.model.compression import Compression
-from tercet.model.transformer import Transformer
 from tercet.report.gates import Thresholds
 from tercet.report.verdict import judge
 from tercet.telemetry import health
 from tercet.telemetry.events import HealthFired, LayersObserved
 from tercet.telemetry.health import HealthMonitor
 from tercet.telemetry.observer import LayerProbe
-from watched import corpus, even_clock, gate, rules, run, settings, verdict
+from watched import corpus, even_clock, gate, rules, run, verdict
 
 SHORT = {"train__steps": 12, "train__val_tokens": 0, "checkpoint__every": 0}
 
@@ -58,17 +56,7 @@ def run_evenly(folder: Path, data: Path, **changes):
         return run(folder, data, **SHORT | changes)
 
 
-def test_gates_closed_by_an_import_are_not_a_finding(tmp_path, data, monkeypatch):
-    gate_bias(monkeypatch, 8.0, -8.0, -8.0)
-    imported = Transformer(settings(tmp_path, data).model)
-    imported.init_weights()
-    save_file(imported.state_dict(), tmp_path / "model.safetensors")
-    found, _ = run_evenly(tmp_path / "run", data, train__init_from=str(tmp_path / "model.safetensors"))
-    assert rules(found) == set()
-    assert gate(verdict(found), "selection health").verdict != "NO-GO"
-
-
-def test_a_gate_of_an_import_that_opens_and_closes_again_is_a_finding(monkeypatch):
+def test_a_closed_gate_of_an_import_is_a_finding_only_after_it_has_opened(monkeypatch):
     monkeypatch.setattr(health, "PATIENCE", 1)
     monitor = HealthMonitor(init_from="out/model.safetensors")
     layers = {f.name: [None] for f in dataclasses.fields(LayersObserved) if f.default is dataclasses.MISSING}

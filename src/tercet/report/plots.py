@@ -34,10 +34,8 @@ _STYLE: Any = {
     "svg.hashsalt": "tercet",  # reproducible output
     "text.parse_math": False,  # run names may contain dollar signs
     "font.size": 9.5,
-    "axes.titlesize": 9.5,
     "axes.edgecolor": LINE,
     "axes.labelcolor": MUTED,
-    "axes.titlecolor": INK,
     "text.color": INK,
     "xtick.color": LINE,
     "ytick.color": LINE,
@@ -234,7 +232,13 @@ def all_plots(run: Run, findings: Sequence[HealthFired]) -> list[Plot]:
     if run.losses:
         plots.append(loss_plot(run, findings))
     if len(run.steps) > 1:
-        plots.append(_throughput_plot(run))
+        median = [] if run.tokens_per_s is None else [(run.tokens_per_s, INK, f"median {run.tokens_per_s:,.0f}")]
+        plots.append(
+            chart(
+                ("throughput", "Throughput", "All ranks; saves and validations excluded."), "tokens per second",
+                [Line(logged_series(run.steps, "tokens_per_s"), GREEN)], levels=median, ylim=(0, None), ticks=quantity,
+            )
+        )  # fmt: skip
     if len(run.resources) > 1:
         plots += [_step_time_plot(run), _memory_plot(run)]
     if rows := step_series(run, "grad_norms"):
@@ -299,16 +303,6 @@ def loss_limits(runs: Sequence[Run]) -> tuple[float, float] | tuple[None, None]:
     highest = max([*(high for rows in lines for _, _, _, high in rows[len(rows) // 20 :]), *points])
     margin = 0.05 * (highest - lowest) or 1.0
     return lowest - margin, highest + margin
-
-
-def _throughput_plot(run: Run) -> Plot:
-    levels = [] if run.tokens_per_s is None else [(run.tokens_per_s, INK, f"median {run.tokens_per_s:,.0f}")]
-    known = [e.mfu for e in run.steps if e.mfu is not None]
-    mfu = f"MFU {100 * known[-1]:.1f}% at the end." if known else "MFU unknown: no peak FLOP/s for this device."
-    return chart(
-        ("throughput", "Throughput", f"All ranks; saves and validations excluded. {mfu}"), "tokens per second",
-        [Line(logged_series(run.steps, "tokens_per_s"), GREEN)], levels=levels, ylim=(0, None), ticks=quantity,
-    )  # fmt: skip
 
 
 def _step_time_plot(run: Run) -> Plot:
