@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tercet import hints
 from tercet.report.read import Run
@@ -130,7 +130,7 @@ def stability_gate(run: Run, findings: list[HealthFired], limits: Thresholds) ->
     _check_loss(run, findings, limits, gate)
     if run.step < limits.min_steps:
         gate.not_tested(f"fewer than {limits.min_steps} steps ({run.step} logged)", "train longer")
-    loss = f"; training loss {_loss_trend(run).text}" if run.losses else ""
+    loss = f"; training loss {_loss_trend(run)[2]}" if run.losses else ""
     if run.selectors_only:
         loss = "; only the selectors learn, and the selection gate judges what they learned"
     gate.passed = f"{plural(run.step, 'step')}, {ends[-1][0] if ends else ''}{loss}"
@@ -197,35 +197,28 @@ def _check_loss(run: Run, findings: list[HealthFired], limits: Thresholds, gate:
     if not run.losses:
         return
     spikes = [f for f in findings if f.rule == "loss_spike"]
-    trend = _loss_trend(run)
-    gate.add_evidence("training loss", trend.text)
+    first, last, trend = _loss_trend(run)
+    gate.add_evidence("training loss", trend)
     gate.add_evidence("loss spikes", len(spikes))
-    if len(run.losses) >= 20 and not trend.last < trend.first and not run.selectors_only:
-        gate.fail(f"the loss did not fall: {trend.text}", "check learning rate, data and gradients")
-    if spikes and not trend.last < spikes[-1].threshold:
+    if len(run.losses) >= 20 and not last < first and not run.selectors_only:
+        gate.fail(f"the loss did not fall: {trend}", "check learning rate, data and gradients")
+    if spikes and not last < spikes[-1].threshold:
         gate.fail(f"the loss did not recover from the spike in step {spikes[-1].step}", FIXES["loss_spike"])
     elif len(spikes) > max(1.0, limits.spikes_per_step * len(run.losses)):
         gate.fail(f"{len(spikes)} loss spikes in {len(run.losses)} steps", "lower train.lr or raise train.warmup_steps")
 
 
-class LossTrend(NamedTuple):
-    """Means of the first and of the last losses. `text` names their steps: the page also shows single losses."""
-
-    first: float
-    last: float
-    text: str
-
-
-def _loss_trend(run: Run) -> LossTrend:
+def _loss_trend(run: Run) -> tuple[float, float, str]:
+    """Means of the first and of the last losses, and both in words that name their steps: the page also shows single
+    losses."""
     finite = [x for x in run.losses if math.isfinite(x)]
     start = finite[:5]
     first = statistics.fmean(start) if start else math.nan
     mean, steps = mean_of_last(finite)
     last = math.nan if mean is None else mean
     if len(start) + steps > len(finite):  # they include the same steps
-        return LossTrend(first, last, f"{last:.4f} (mean of the last {plural(steps, 'step')})")
-    over = f"means of the first {len(start)} and the last {steps} steps"
-    return LossTrend(first, last, f"{first:.4f} → {last:.4f} ({over})")
+        return first, last, f"{last:.4f} (mean of the last {plural(steps, 'step')})"
+    return first, last, f"{first:.4f} → {last:.4f} (means of the first {len(start)} and the last {steps} steps)"
 
 
 def memory_gate(run: Run, limits: Thresholds) -> Gate:
@@ -295,7 +288,7 @@ def checkpoint_gate(run: Run, findings: list[HealthFired], limits: Thresholds) -
     else:
         gate.not_tested("no checkpoint was saved", "set checkpoint.every")
     resumed = [start for start in run.started if start.resumed_from is not None and _trained_since(run, start)]
-    gate.add_evidence("resumed", f"{times(len(resumed))}, and trained further")
+    gate.add_evidence("resumed and trained on", times(len(resumed)))
     # A spike is found in the interval that `step` ends.
     begins = {e.step: e.first_step for e in run.steps}
     spikes = [f for f in findings if f.rule == "loss_spike"]
