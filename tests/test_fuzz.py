@@ -31,7 +31,10 @@ from tercet.data.tokenizers import load_tokenizer
 from tercet.errors import TercetError
 from tercet.interop.huggingface.export import export
 from tercet.interop.huggingface.import_hf import import_model
+from tercet.parse import one_line_errors
 from tercet.report.commands import report, watch
+from tercet.report.read import read_run
+from tercet.report.verdict import judge
 from tercet.terminal import printable
 
 MUTATIONS = int(os.environ.get("TERCET_FUZZ", "300"))
@@ -292,6 +295,8 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Format]:
 
         def read(folder: Path) -> None:
             watch(folder, once=True)
+            with one_line_errors(TercetError, "damaged records"):  # as `report` does for its gates
+                judge(read_run(folder))
             if next(mutation) % 30 == 0:  # plots take seconds
                 report([folder], out=root / "page")
 
