@@ -71,7 +71,7 @@ def test_a_stall_dumps_the_stack_and_its_end_is_logged(log, monkeypatch):
         the_step_that_hangs()
         dog.at(8, "training")
         wait_for(lambda: len(stalls(log)) == 2)
-    first, second = stalls(log)
+    first, second, *_ = stalls(log)  # a busy machine may stall it again
     assert (first.step, first.doing, first.over, second.over) == (6, "training", False, True)
     text = (log.path.parent / first.dump).read_text()
     assert "the_step_that_hangs" in text
