@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.attention.config import BRANCHES, NSAConfig
+from tercet.attention.config import NSAConfig
 from tercet.bench.settings import KINDS
 from tercet.config.load import load
 from tercet.config.sections import TrainConfig
@@ -24,7 +24,6 @@ from tercet.model.cost import (
     forward_flops,
     memory,
     optimizer_numbers,
-    pairs,
     parameters,
     scoring_flops,
 )
@@ -87,7 +86,7 @@ def test_pairs_match_a_count_query_by_query(nsa, length):
         blocks = min(nsa.select_count, current + 1)
         selected += (blocks - 1) * nsa.select_block + t % nsa.select_block + 1
         window += min(nsa.window, t + 1)
-    found = pairs(nsa, length, BRANCHES)
+    found = attention_pairs(ModelConfig(**SIZES, nsa=nsa), "nsa", length)
     assert (found.compressed, found.selected, found.window) == (compressed, selected, window)
 
 

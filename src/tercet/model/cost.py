@@ -76,22 +76,18 @@ def parameters(model: ModelConfig) -> Parameters:
 
 def attention_matrices(model: ModelConfig, kind: str) -> int:
     """Weights of one layer's projections, which multiply every token."""
-    query_and_output = model.dim * model.heads * sum(_head_sizes(model))
-    keys_and_values = model.dim * _kv_rows(model, kind)
-    gates = _gate_weights(model, kind)
-    return query_and_output + keys_and_values + gates + _selector_weights(model, kind)
+    gates = model.dim * len(BRANCHES) * model.heads if model.spec(kind).gated else 0
+    return _projections(model, kind) + gates + _selector_weights(model, kind)
 
 
-def _gate_weights(model: ModelConfig, kind: str) -> int:
-    return model.dim * len(BRANCHES) * model.heads if _has_gates(model, kind) else 0
+def _projections(model: ModelConfig, kind: str) -> int:
+    return model.dim * (model.heads * sum(_head_sizes(model)) + _kv_rows(model, kind))
 
 
 def hidden_matrices(model: ModelConfig) -> int:
     """Weights that Muon updates (train/optim.py): the projections of attention and feed-forward layers."""
-    kinds = model.attention_kinds
-    gates = sum(_gate_weights(model, kind) + _selector_weights(model, kind) for kind in kinds)
-    ffn = model.layers * 3 * model.dim * model.ffn_dim
-    return ffn + sum(attention_matrices(model, kind) for kind in kinds) - gates
+    attention = sum(_projections(model, kind) for kind in model.attention_kinds)
+    return attention + model.layers * 3 * model.dim * model.ffn_dim
 
 
 def optimizer_numbers(model: ModelConfig, optimizer: str, *, selectors_only: bool = False) -> int:
@@ -99,11 +95,6 @@ def optimizer_numbers(model: ModelConfig, optimizer: str, *, selectors_only: boo
     if selectors_only:
         return 2 * selector_parameters(model)
     return 2 * parameters(model).total - (hidden_matrices(model) if optimizer == "muon" else 0)
-
-
-def _has_gates(model: ModelConfig, kind: str) -> bool:
-    """Whether a layer gates several branches; block-sparse attention has one and is otherwise as dense."""
-    return model.spec(kind).gated
 
 
 def selector_parameters(model: ModelConfig) -> int:
@@ -127,31 +118,23 @@ def compression_flops(model: ModelConfig, length: int) -> float:
     return float(squares * model.kv_heads * (model.nsa.compress_block * chunks + compressed))
 
 
-def pairs(nsa: NSAConfig, length: int, branches: tuple[str, ...]) -> Pairs:
-    """Exact sums over t of num_cmp(t), of the selected tokens, and of min(w, t + 1)."""
+def attention_pairs(model: ModelConfig, kind: str, length: int) -> Pairs:
+    """Exact pairs of one head of a layer of this kind: sums over t of num_cmp(t), of the selected tokens, and of
+    min(w, t + 1). Queries below dense_below, and those of a dense layer, read everything."""
+    spec, nsa = model.spec(kind), model.nsa
+    if spec.dense:
+        return Pairs(dense=_all_pairs(length))
+    early = min(spec.dense_below, length)
     counts = {
         "compressed": compressed_pairs(nsa, length),
-        "selected": _selected_pairs(nsa, length),
+        "selected": _selected_pairs(nsa, length) - _selected_pairs(nsa, early),
         "window": window_pairs(nsa.window, length),
     }
-    return Pairs(**{branch: counts[branch] for branch in branches})
+    return Pairs(**{branch: counts[branch] for branch in spec.branches}, dense=_all_pairs(early))
 
 
-def attention_pairs(model: ModelConfig, kind: str, length: int) -> Pairs:
-    """Pairs of one head of a layer of this kind."""
-    if kind == "dense":
-        return Pairs(dense=length * (length + 1) // 2)
-    if kind == "window":
-        return pairs(model.nsa, length, ("window",))
-    if not model.spec(kind).gated:
-        return _block_sparse_pairs(model, length)
-    return pairs(model.nsa, length, model.branches)
-
-
-def _block_sparse_pairs(model: ModelConfig, length: int) -> Pairs:
-    """Queries below dense_below read everything."""
-    nsa, early = model.nsa, min(model.dense_below, length)
-    return Pairs(selected=_selected_pairs(nsa, length) - _selected_pairs(nsa, early), dense=early * (early + 1) // 2)
+def _all_pairs(length: int) -> int:
+    return length * (length + 1) // 2
 
 
 def scoring_flops(model: ModelConfig, length: int) -> float:
@@ -183,7 +166,7 @@ def forward_flops(model: ModelConfig, length: int) -> float:
         matrices += attention_matrices(model, kind)
         per_pair = 2 * model.heads * (model.head_dim + model.head_value_dim)
         attention_flops += per_pair * attention_pairs(model, kind, length).total
-        if _has_gates(model, kind):
+        if model.spec(kind).gated:
             attention_flops += compression_flops(model, length)
     return 2.0 * matrices * length + attention_flops + _all_scoring_flops(model, length)
 
@@ -291,7 +274,7 @@ def _attention_extras(model: ModelConfig, kind: str) -> int:
     extras = (1 + model.spec(kind).kv_sets[0]) * model.head_dim if model.qk_norm else 0
     if model.attention_bias:
         extras += model.heads * model.head_dim + _kv_rows(model, kind) + model.dim
-    if not _has_gates(model, kind):
+    if not model.spec(kind).gated:
         return extras
     learned = model.compression == "mlp" and model.spec("nsa").reads_compressed
     block = model.nsa.compress_block
@@ -311,7 +294,7 @@ def _selection_bytes(model: ModelConfig, kind: str) -> int:
 
 def _block_bytes(model: ModelConfig, kind: str, compute_bytes: int, *, recomputed: bool = False) -> int:
     """recomputed: by activation checkpointing."""
-    gated = _has_gates(model, kind)
+    gated = model.spec(kind).gated
     branches = len(model.branches) if gated else 0
     projected = _projected(model, kind)
     if kind == "nsa" and model.compression == "mean" and model.spec(kind).kv_sets[1] == len(BRANCHES):
