@@ -8,14 +8,8 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tercet.attention.config import (
-    NSAConfig,
-    check_above_zero,
-    check_branches,
-    check_group_size,
-    check_sizes,
-)
-from tercet.attention.spec import DENSE, SCORERS, AttentionSpec, block_sparse, check_exact_groups, window
+from tercet.attention.config import NSAConfig, check_above_zero, check_branches, check_group_size, check_sizes
+from tercet.attention.spec import SCORERS, AttentionSpec, check_exact_groups, implied, of_settings
 
 AttentionKind = Literal["nsa", "dense", "window"]
 Branch = Literal["compressed", "selected", "window"]
@@ -27,8 +21,6 @@ NSA_ONLY = (
 )  # fmt: skip
 
 MOST_LAYERS = 1024
-# What gate = none means: one set of keys and values, and blocks selected by their means.
-BLOCK_SPARSE: dict[str, Any] = {"shared_kv": True, "branches": ("selected",), "compression": "mean"}
 
 
 def read_pattern(pattern: str) -> tuple[AttentionKind, ...]:
@@ -243,9 +235,7 @@ class ModelConfig(BaseModel):
     @classmethod
     def _block_sparse_defaults(cls, values: Any) -> Any:
         """gate = none leaves no choice for these: they need not be given."""
-        if isinstance(values, dict) and values.get("gate") == "none":
-            return {**BLOCK_SPARSE, **values}
-        return values
+        return {**implied(values.get("gate")), **values} if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
@@ -281,15 +271,12 @@ class ModelConfig(BaseModel):
                 raise ValueError(f"exact_groups names KV heads of layer {i}, which is {kind}: give it an empty list")
 
     def _check_block_sparse(self) -> None:
-        if self.gate != "none":
-            if self.dense_below:
-                raise ValueError(f"dense_below={self.dense_below} needs gate=none: only block-sparse attention has it")
-            return
-        for name, value in BLOCK_SPARSE.items():
-            if getattr(self, name) != value:
-                shown, given = (
-                    ",".join(v) if isinstance(v, tuple) else str(v).lower() for v in (value, getattr(self, name))
-                )
+        fixed = implied(self.gate)
+        if self.dense_below and not fixed:
+            raise ValueError(f"dense_below={self.dense_below} needs gate=none: only block-sparse attention has it")
+        for name, value in fixed.items():
+            if (given := getattr(self, name)) != value:
+                shown, given = (",".join(v) if isinstance(v, tuple) else str(v).lower() for v in (value, given))
                 raise ValueError(
                     f"gate=none is block-sparse attention, one set of keys and values and no gates: it needs "
                     f"{name}={shown}, not {given}; drop {name}, or use gate=sigmoid"
@@ -320,15 +307,10 @@ class ModelConfig(BaseModel):
     def spec(self, kind: str, layer: int | None = None) -> AttentionSpec:
         """The form of attention of layers of this kind; with `layer`, also what only this one has."""
         groups = None if layer is None or not self.exact_groups else self.exact_groups[layer]
-        if kind == "dense":
-            return DENSE
-        if kind == "window":
-            return window(self.nsa)
-        if self.gate == "none":
-            return block_sparse(self.nsa, self.selector, self.dense_below, groups)
-        return AttentionSpec(
-            self.nsa, self.branches, self.gate, self.selector, self.compression, self.shared_kv,
-            self.compress_selected_keys, exact_groups=groups,
+        return of_settings(
+            kind, self.nsa, self.gate, branches=self.branches, scorer=self.selector, compression=self.compression,
+            shared_kv=self.shared_kv, compress_selected_keys=self.compress_selected_keys,
+            dense_below=self.dense_below, exact_groups=groups,
         )  # fmt: skip
 
     @property
