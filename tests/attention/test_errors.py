@@ -140,25 +140,6 @@ def test_triton_without_a_device_is_rejected_with_the_reason():
     assert "cpu" in str(refused.value).lower() or "cuda" in str(refused.value).lower()
 
 
-def test_a_packing_made_for_another_call_is_rejected():
-    config, tokens = tercet.NSAConfig(4, 2, 8, 3, 1, 1, 6), 12
-    bounds = torch.tensor([0, tokens], dtype=torch.int32)
-    count = config.num_compressed(tokens)
-    shapes = [(1, tokens, 2, 4), *[(1, count, 1, 4)] * 2, *[(1, tokens, 1, 4)] * 4, (1, tokens, 2, 3)]
-    call = [torch.randn(shape) for shape in shapes]
-    tercet.nsa_attention(*call, config=config, packing=Packing(bounds, tokens, count, config))
-    other = tercet.NSAConfig(4, 2, 8, 3, 1, 1, 7)
-    for wrong in (
-        Packing(bounds, tokens + 1, count, config),
-        Packing(bounds, tokens, count + 1, config),
-        Packing(bounds, tokens, count, other),
-    ):
-        with pytest.raises(ValueError, match="packing was made for"):
-            tercet.nsa_attention(*call, config=config, packing=wrong)
-    with pytest.raises(ValueError, match="both given"):
-        tercet.nsa_attention(*call, config=config, cu_seqlens=bounds, packing=Packing(bounds, tokens, count, config))
-
-
 def test_a_document_longer_than_max_seqlen_is_rejected_on_the_cpu():
     documents = (9, 14, 7)
     x = inputs(CFG, 30, documents=documents)
@@ -197,10 +178,15 @@ def test_layers_reject_what_they_would_misread(kind: str):
     layer = getattr(tercet, kind)(8, 2, 1, 4, config=CFG)
     for shape in ((1, 0, 8), (0, 5, 8)):
         refusal(lambda: layer(torch.randn(shape)), str(list(shape)), "at least one token")  # noqa: B023
+    for shape in ((9, 8), (1, 9, 7)):
+        refusal(lambda: layer(torch.randn(shape)), f"x has shape {list(shape)}", "[batch, tokens, 8]")  # noqa: B023
     refusal(lambda: layer(torch.randn(1, 5, 8), [0, 5]), "cu_seqlens is list", "int32 tensor")
     packing = Packing(cu((2, 3)), 5, 5 // CFG.compress_stride, CFG)
     for shape, words in (((1, 7, 8), "tokens 5 but the call has 7"), ((2, 5, 8), "batch 1 but the call has 2")):
         refusal(lambda: layer(torch.randn(shape), packing), words)  # noqa: B023
+    if kind != "DenseAttention":
+        other = Packing(cu((2, 3)), 5, 5 // CFG.compress_stride, config(window=7))
+        refusal(lambda: layer(torch.randn(1, 5, 8), other), "packing was made for config")
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
@@ -222,6 +208,10 @@ def test_operators_reject_inputs_without_elements(backend: str):
     ("options", "words"),
     [
         ({"heads": 4.7}, "heads=4.7"),
+        ({"heads": 12, "kv_heads": 5}, "heads=12 is not a multiple of kv_heads=5: pick one of 1, 2, 3, 4, 6, 12"),
+        ({"head_dim": 5}, "head_dim=5"),
+        ({"value_dim": 0}, "value_dim=0"),
+        ({"dim": 0}, "dim=0"),
         ({"head_dim": 4.5}, "head_dim=4.5 must be a positive integer"),
         *(({"rope_theta": wrong}, "rope_theta=") for wrong in (0, -1.0, math.nan, math.inf, True, "1e4")),
         ({"rope_scaling": math.nan}, "rope_scaling=nan"),
@@ -239,6 +229,17 @@ def test_sizes_that_mean_nothing_are_rejected(options: dict[str, object], words:
     kinds = (tercet.NativeSparseAttention, tercet.BlockSparseAttention, tercet.WindowAttention, tercet.DenseAttention)
     for kind in kinds[: 2 if "selector" in options else 4]:
         refusal(lambda: kind(**sizes), words)  # noqa: B023
+
+
+def test_unknown_forms_are_rejected_with_what_there_is():
+    def make(**options: object) -> object:
+        return tercet.NativeSparseAttention(8, 2, 1, 4, **options)  # type: ignore[arg-type]
+
+    refusal(lambda: make(branches=("windw",)), "windw")
+    refusal(lambda: make(branches=()), "branches")
+    refusal(lambda: make(gate="tanh"), "gate", "tanh", "sigmoid", "softmax")
+    refusal(lambda: make(compression="max"), "compression", "max", "mlp", "mean")
+    refusal(lambda: make(backend="cuda"), "backend", "cuda", "auto", "reference", "triton")
 
 
 def test_numbers_of_caches_and_rope_settings_are_rejected():

@@ -6,16 +6,10 @@ import pytest
 import torch
 
 from tercet.attention import reference
-from tercet.attention.checks import check_span
 from tercet.attention.config import NSAConfig
 from tercet.attention.layout import Packing, Span
 from tercet.attention.operator import AttentionInputs, attend
-from tercet.attention.spec import block_sparse, window
-
-
-def run_window(q, k, v, **options):
-    return attend(AttentionInputs(q, k_window=k, v_window=v), window(CONFIG), **options)
-
+from tercet.attention.spec import block_sparse
 
 CONFIG = NSAConfig(8, 4, 16, 4, 1, 2, 24)
 LENGTH, FIRST, END = 120, 70, 101
@@ -57,29 +51,12 @@ def test_a_query_range_equals_those_rows_of_the_whole(bounds, on_device, request
     )
 
 
-def test_keys_that_do_not_reach_the_queries_are_rejected():
-    q, k, v, _, _ = make(None)
-    with pytest.raises(ValueError, match="k_window holds tokens 40 to 90: queries up to token 101"):
-        run_window(q[:, FIRST:END], k[:, 40:90], v[:, 40:90], span=Span(FIRST, 40))
-    with pytest.raises(ValueError, match="k_window begins at token 48: the window of query 70 begins at 47"):
-        run_window(q[:, FIRST:END], k[:, 48:END], v[:, 48:END], span=Span(FIRST, 48))
-
-
-def test_query_ranges_outside_the_sequence_are_rejected():
-    q, k, v, compressed, packing = make([0, 50, LENGTH])
-    with pytest.raises(ValueError, match="must not be negative"):
-        run_window(q, k, v, span=Span(-1))
-    with pytest.raises(ValueError, match="tokens 20 to 140 of 120"):
-        run_window(q, k, v, packing=packing, span=Span(20))
-    with pytest.raises(ValueError, match="k_compressed has 20 tokens: queries up to token 101 need 24"):
-        check_span(q[:, FIRST:END], compressed[:, :20], "compressed", Span(FIRST), CONFIG, None)
-
-
-def test_dense_below_beyond_the_selection_needs_whole_sequences():
-    q, k, v, _, _ = make(None)
-    with pytest.raises(ValueError, match=r"dense_below=65 is more than .* = 64"):
-        attend(
-            AttentionInputs(q[:, FIRST:], k_selected=k, v_selected=v),
-            block_sparse(CONFIG, dense_below=65),
-            span=Span(FIRST),
-        )
+def test_queries_below_dense_below_read_everything_in_a_query_range_too():
+    q, k, v, _, packing = make([0, LENGTH])
+    spec = block_sparse(CONFIG, dense_below=85)
+    whole = attend(AttentionInputs(q, k_selected=k, v_selected=v), spec).out
+    for first, end in ((FIRST, END), (3, 70), (90, END), (10, LENGTH)):
+        part = AttentionInputs(q[:, first:end], k_selected=k[:, :end], v_selected=v[:, :end])
+        torch.testing.assert_close(attend(part, spec, span=Span(first)).out, whole[:, first:end])
+    with pytest.raises(ValueError, match=r"dense_below=85 is more than .* = 64"):
+        attend(AttentionInputs(q[:, FIRST:], k_selected=k, v_selected=v), spec, packing=packing, span=Span(FIRST))

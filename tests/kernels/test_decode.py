@@ -395,16 +395,17 @@ def test_a_prompt_in_chunks_runs_on_the_kernels_and_equals_the_whole(selector, c
         torch.testing.assert_close(torch.cat(parts, 1), layer(x), atol=1e-5, rtol=1e-5)
 
 
-def test_rows_that_do_not_begin_at_one_place_go_to_the_reference_and_say_so():
-    layer = make(compression="mean")
-    cache = filled(layer, [30, 31], 40)
+@pytest.mark.parametrize(("held", "lengths"), [([30, 31], [2, 2]), ([30, 30], [2, 1])])
+def test_rows_that_do_not_begin_or_end_at_one_place_run_on_the_kernels_one_by_one(held, lengths):
+    layer = make(compression="mean", head_dim=16, value_dim=16)
+    cache, x = filled(layer, held, 40), torch.randn(2, 2, 16)
+    other = twin(layer, cache)
     with torch.no_grad():
-        layer(torch.randn(2, 2, 16), cache=cache)
-    assert "the rows hold unequal numbers of tokens" in str(layer.routes["window"].reason)
-    cache = filled(layer, [30, 30], 40)
-    with torch.no_grad():
-        layer(torch.randn(2, 2, 16), cache=cache, lengths=torch.tensor([2, 1]))
-    assert "some rows have fewer new tokens" in str(layer.routes["window"].reason)
+        out = layer(x, cache=cache, lengths=torch.tensor(lengths))
+        assert set(layer.routes.values()) == {"triton"}
+        layer.backend = "reference"
+        expected = layer(x, cache=other, lengths=torch.tensor(lengths))
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_step_on_an_empty_cache_computes_no_angles_outside_the_kernels(monkeypatch):

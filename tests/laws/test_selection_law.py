@@ -8,8 +8,10 @@ from hypothesis import given
 
 from cases import Case, attend, cases, chosen, config, cu, inputs, judge, one_branch, wrong_sets
 from oracle import forced_blocks
+from tercet.attention.layout import Span
+from tercet.attention.operator import AttentionInputs
+from tercet.attention.operator import attend as run
 from tercet.attention.spec import block_sparse
-from tercet.model.decode import CachedKeys, attend_tokens
 
 
 @given(case=cases())
@@ -81,8 +83,8 @@ def test_scores_are_ordered_however_far_they_are_below_the_largest(apart: int, d
     _, aux = attend(x, cfg, backend, return_aux=True)
     assert chosen(aux.block_indices, 0, 39, 0) == [0, 8, 9]
     values = torch.arange(40).view(x.vs.shape).to(dtype) // 4
-    keys = CachedKeys((torch.zeros_like(x.ks), values), (logits, None))
-    out, _ = attend_tokens(x.q[:, -1:], None, keys, torch.tensor([[39]]), 40, block_sparse(cfg))
+    last = AttentionInputs(x.q[:, -1:], logits, None, torch.zeros_like(x.ks), values)
+    out = run(last, block_sparse(cfg), backend="reference", span=Span(39)).out
     assert out.item() == pytest.approx((0 + 8 + 9) / 3, rel=1e-3)
 
 

@@ -101,24 +101,6 @@ def test_decoding_token_by_token_equals_the_whole_sequence(options):
         torch.testing.assert_close(decoded, layer(x), **CLOSE)
 
 
-@pytest.mark.parametrize("options", [
-    {},
-    LEARNED,
-    {"selector": "own"},
-    {"kind": tercet.DenseAttention},
-    {"kind": tercet.WindowAttention},
-    {"kind": tercet.BlockSparseAttention},
-    {"kind": tercet.BlockSparseAttention, **LEARNED},
-], ids=str)  # fmt: skip
-def test_a_long_chunk_processed_in_parts_equals_the_whole_sequence(options, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tercet.model.decode._CHUNK_NUMBERS", 500)
-    layer = make(**options)
-    x = torch.randn(2, 45, 12, dtype=torch.float64)
-    out, cache = feed(layer, x, [9, 36])
-    torch.testing.assert_close(out, layer(x), **CLOSE)
-    assert cache.reads.shape == (2, 36, 2)
-
-
 @settings(max_examples=30, phases=QUICK)
 @given(data=st.data())
 def test_rows_of_different_lengths_equal_each_row_alone(data: st.DataObject):

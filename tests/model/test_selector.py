@@ -268,18 +268,6 @@ def test_a_layer_in_another_model_trains_its_selector_and_nothing_else_changes(t
         assert layer.train()._sample(x) is None
 
 
-@pytest.mark.parametrize("rotary", [0, 8, 16])
-@pytest.mark.parametrize("chunks", [[1] * 60, [30, 30], [13, 1, 1, 20, 25]], ids=len)
-def test_a_cache_gives_the_results_and_the_keys_of_the_whole_sequence(chunks: list[int], rotary: int) -> None:
-    layer = make_layer(selector_rotary=rotary).double().eval()
-    x = torch.randn(2, 60, 32, dtype=torch.float64)
-    cache = layer.make_cache(2)
-    parts = [layer(part, cache=cache) for part in x.split(chunks, dim=1)]
-    torch.testing.assert_close(torch.cat(parts, 1), layer(x), rtol=0, atol=1e-12)
-    keys = layer.selector(x, None)[1]
-    torch.testing.assert_close(cache._stores["selector"][:, : keys.shape[1]], keys, rtol=0, atol=1e-12)
-
-
 def test_rows_taken_and_put_continue_with_their_own_positions() -> None:
     layer = make_layer(selector_rotary=8).double().eval()
     x = torch.randn(3, 60, 32, dtype=torch.float64)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tercet.attention.config import NSAConfig, check_group_size
-from tercet.attention.layout import Packing, Span
+from tercet.attention.layout import Packing
 
 
 def shape_of(x: Tensor) -> str:
@@ -68,31 +68,6 @@ def check_keys(q: Tensor, k: Tensor, v: Tensor, branch: str, tokens: int | None)
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"{k_name} has head size {k.shape[3]} and q has {q.shape[3]}: they must be equal")
     check_group_size(q.shape[2], k.shape[2])
-
-
-def check_span(q: Tensor, k: Tensor, branch: str, span: Span, config: NSAConfig, packing: Packing | None) -> None:
-    """The given keys must reach as far as the queries, and as far back as their windows."""
-    first, end = span.first_query, span.first_query + q.shape[1]
-    if span.first_query < 0 or span.first_key < 0:
-        raise ValueError(f"{span} counts tokens of the sequence: its fields must not be negative")
-    if packing is not None and end > packing.length:
-        raise ValueError(f"q holds tokens {first} to {end} of {packing.length}: it must end within the sequence")
-    if branch == "compressed":
-        if packing is None and k.shape[1] < config.num_compressed(end):
-            raise ValueError(
-                f"k_compressed has {k.shape[1]} tokens: queries up to token {end} need {config.num_compressed(end)}"
-            )
-        return
-    if span.first_key + k.shape[1] < end:
-        raise ValueError(
-            f"k_{branch} holds tokens {span.first_key} to {span.first_key + k.shape[1]}: queries up to token {end} "
-            f"need keys up to token {end}"
-        )
-    if branch == "window" and packing is None and span.first_key > max(0, first - config.window + 1):
-        raise ValueError(
-            f"k_window begins at token {span.first_key}: the window of query {first} begins at "
-            f"{max(0, first - config.window + 1)}"
-        )
 
 
 def check_same_groups(keys: dict[str, Tensor], values: dict[str, Tensor]) -> None:
@@ -192,38 +167,26 @@ def make_packing(
     cu_seqlens: Tensor,
     x: Tensor,
     config: NSAConfig,
-    compressed_length: int | None = None,
     max_seqlen: int | None = None,
     *,
+    compressed: Tensor | int | None = None,
     validate: bool = False,
 ) -> Packing:
     """The Packing of x [B, T, ...] after checking cu_seqlens. Values are checked where reading them costs nothing, on
-    the CPU, and with `validate`. compressed_length: T // d by default, enough for any documents."""
+    the CPU, and with `validate`. compressed: the compressed tokens of the call, or how many there are; T // d by
+    default, enough for any documents."""
+    if not isinstance(x, Tensor) or x.dim() < 2:
+        check_tensors({"q": x})
     length = x.shape[1]
     on_host = isinstance(cu_seqlens, Tensor) and cu_seqlens.device.type == "cpu"
     readable = validate or (on_host and not torch.compiler.is_compiling())
     check_cu_seqlens(cu_seqlens, x.shape[0], length, x.device, values=readable, max_seqlen=max_seqlen)
-    count = length // config.compress_stride if compressed_length is None else compressed_length
+    count = length // config.compress_stride if compressed is None else compressed
+    if isinstance(count, Tensor):
+        if validate or on_host:
+            check_packed_compressed(count, cu_seqlens, config)
+        count = count.shape[1]
     return Packing(cu_seqlens, length, count, config, max_seqlen)
-
-
-def pack_documents(
-    cu_seqlens: Tensor,
-    q: Tensor,
-    k_compressed: Tensor | None,
-    config: NSAConfig,
-    max_seqlen: int | None = None,
-    *,
-    validate: bool = False,
-) -> Packing:
-    """`make_packing` of q, with the compressed tokens that k_compressed has, if any."""
-    if not isinstance(q, Tensor) or q.dim() != 4:
-        check_tensors({"q": q})
-    count = None if k_compressed is None else k_compressed.shape[1]
-    packing = make_packing(cu_seqlens, q, config, count, max_seqlen, validate=validate)
-    if k_compressed is not None and (validate or cu_seqlens.device.type == "cpu"):
-        check_packed_compressed(k_compressed, cu_seqlens, config)
-    return packing
 
 
 def check_max_seqlen(max_seqlen: int | None, cu_seqlens: object) -> None:
@@ -237,14 +200,12 @@ def check_max_seqlen(max_seqlen: int | None, cu_seqlens: object) -> None:
         raise ValueError(f"max_seqlen={max_seqlen} was given {found}: it bounds the documents in cu_seqlens")
 
 
-def check_packing(packing: Packing, q: Tensor, k_compressed: Tensor | None, config: NSAConfig) -> None:
-    """A Packing must match the tensors of the call. Reads host values only."""
-    compressed = packing.compressed_length if k_compressed is None else k_compressed.shape[1]
+def check_packing(packing: Packing, x: Tensor, config: NSAConfig) -> None:
+    """A Packing must match the tokens x of the call. Reads host values only."""
     for name, theirs, ours in (
-        ("batch", 1, q.shape[0]),
-        ("tokens", packing.length, q.shape[1]),
-        ("compressed tokens", packing.compressed_length, compressed),
-        ("device", packing.cu_seqlens.device, q.device),
+        ("batch", 1, x.shape[0]),
+        ("tokens", packing.length, x.shape[1]),
+        ("device", packing.cu_seqlens.device, x.device),
         ("config", packing.config, config),
     ):
         if theirs != ours:

@@ -22,7 +22,6 @@ from tercet.attention.tiling import Tile, segments, tiled_attention
 warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
 
 _HALF = (torch.bfloat16, torch.float16)
-_NO_QUERY_RANGE = "PyTorch has no kernel for a query range of packed documents"
 
 
 def dense_route(q: Tensor, v: Tensor, packing: Packing | None = None, span: Span = WHOLE) -> tuple[str, str | None]:
@@ -33,9 +32,16 @@ def dense_route(q: Tensor, v: Tensor, packing: Packing | None = None, span: Span
     varlen     PyTorch's FlashAttention-2 for packed documents
     reference  masked tiles in PyTorch: slow on a GPU, used only where no kernel supports the call
     """
-    if span is not WHOLE:
-        return "reference", _NO_QUERY_RANGE
     half, equal = q.dtype in _HALF, q.shape[-1] == v.shape[-1]
+    if span is not WHOLE:
+        if packing is not None:
+            return "reference", "PyTorch has no kernel for a query range of packed documents"
+        if not q.is_cuda:
+            return "reference", f"SDPA for a query range needs a CUDA device: q is on {q.device.type}"
+        if not half or not equal:
+            found = f"{_name(q.dtype)}, Dk={q.shape[-1]} and Dv={v.shape[-1]}"
+            return "reference", f"SDPA needs bf16 or fp16 with Dk = Dv for a query range: here {found}"
+        return "sdpa", None
     if packing is not None:
         if packing.bounds is not None:
             return "sdpa", None
@@ -66,6 +72,13 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None = N
     name, _ = dense_route(q, v, packing, span)
     if name == "reference":
         return masked_attention(q, k, v, packing, span)
+    if span is not WHOLE:
+        # here, since it imports torch._dynamo, a second at every start
+        from torch.nn.attention.bias import causal_lower_right
+
+        k, v = (x[:, : span.first_query - span.first_key + q.shape[1]] for x in (k, v))
+        with without_autocast(q.device.type):
+            return _sdpa(q, k, v, causal_lower_right(q.shape[1], k.shape[1]))
     if name == "varlen":
         assert packing is not None
         return _varlen(q, k, v, packing)
@@ -79,13 +92,14 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None = N
     return _sdpa(q, k, v)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = k.shape[1] != q.shape[1]
     if grouped and q.device.type == "cpu":
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         grouped = False
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    return out.transpose(1, 2)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:

@@ -52,12 +52,8 @@ class Packing:
     bounds: list[tuple[int, int, int, int]] | None
     """(first token, end, first compressed token, end) of each document on the host; None if reading would
     synchronise."""
-    key_bounds_cache: dict[tuple[tuple[int, int], ...], Tensor]
-    """Results of `_key_bounds`, shared by all layers."""
-    first_tokens_cache: dict[int, tuple[RowMap, Packing]]
-    """Results of `first_tokens`, shared by all layers."""
-    sizes_cache: dict[NSAConfig, Packing]
-    """Results of `with_sizes`, shared by all layers."""
+    derived: dict[Any, Any]
+    """What layers computed from these documents, shared by all of them."""
 
     def __init__(
         self,
@@ -86,9 +82,7 @@ class Packing:
             (self.compressed_document, self.compressed_index), config,
         )  # fmt: skip
         self.bounds = _read_bounds(cu_seqlens, self.compressed_cu_seqlens)
-        self.key_bounds_cache = {}
-        self.first_tokens_cache = {}
-        self.sizes_cache = {}
+        self.derived = {}
 
     @property
     def num_documents(self) -> int:
@@ -99,8 +93,12 @@ class Packing:
 
         On a device, whose lengths the host does not know, T rows are kept; those after the last document are unused.
         """
-        if (known := self.first_tokens_cache.get(limit)) is not None:
-            return known
+        if limit not in self.derived:
+            self.derived[limit] = self._first_tokens(limit)
+        found: tuple[RowMap, Packing] = self.derived[limit]
+        return found
+
+    def _first_tokens(self, limit: int) -> tuple[RowMap, Packing]:
         device, last = self.cu_seqlens.device, self.num_documents - 1
         bounds = torch.nn.functional.pad(self.cu_seqlens.diff().clamp(max=limit).cumsum(0), (1, 0))
         bounds = bounds.to(self.cu_seqlens.dtype)
@@ -112,22 +110,21 @@ class Packing:
         inside = self.position < limit
         place = bounds[self.document] + self.position
         rows = RowMap(torch.where(valid, source, 0), valid, torch.where(inside, place, 0), inside)
-        found = rows, Packing(bounds, length, 0, self.config, min(limit, self.max_seqlen))
-        self.first_tokens_cache[limit] = found
-        return found
+        return rows, Packing(bounds, length, 0, self.config, min(limit, self.max_seqlen))
 
     def with_sizes(self, config: NSAConfig) -> Packing:
         """The same documents with compressed tokens of other sizes."""
         if config == self.config:
             return self
-        if (known := self.sizes_cache.get(config)) is not None:
-            return known
+        found: Packing | None = self.derived.get(config)
+        if found is not None:
+            return found
         found = Packing(self.cu_seqlens, self.length, self.length // config.compress_stride, config, self.max_seqlen)
         if self.bounds is not None:  # the host may know them although they are on a device
             counts = [config.num_compressed(end - first) for first, end, *_ in self.bounds]
             ends = [*accumulate(counts, initial=0)]
             found.bounds = [(a, b, *c) for (a, b, *_), c in zip(self.bounds, pairwise(ends), strict=True)]
-        self.sizes_cache[config] = found
+        self.derived[config] = found
         return found
 
     @cached_property
@@ -391,11 +388,10 @@ def kernel_layout(
 def _key_bounds(k_selected: Tensor, k_window: Tensor, span: Span, packing: Packing) -> Tensor:
     """int32 [3, documents + 1]: bounds within the whole sequence, the selected keys and the window keys."""
     ranges = ((0, packing.length), (span.first_key, k_selected.shape[1]), (span.first_window_key, k_window.shape[1]))
-    if (known := packing.key_bounds_cache.get(ranges)) is None:
-        cu = packing.cu_seqlens
-        known = torch.stack([(cu - first).clamp(0, count) for first, count in ranges])
-        packing.key_bounds_cache[ranges] = known
-    return known
+    if ranges not in packing.derived:
+        packing.derived[ranges] = torch.stack([(packing.cu_seqlens - a).clamp(0, n) for a, n in ranges])
+    bounds: Tensor = packing.derived[ranges]
+    return bounds
 
 
 # ------------------------------------------------------------ selection under activation checkpointing

@@ -37,7 +37,7 @@ from tercet.attention.selector import (
     choose_blocks,
     own_scorer,
     pool_keys,
-    select_by_keys_on,
+    select_by_keys,
 )
 from tercet.attention.spec import SCORERS, AttentionSpec, block_sparse, check_exact_groups
 
@@ -115,7 +115,6 @@ def nsa_attention(
     branches: tuple[str, ...] = BRANCHES,
     block_indices: Tensor | None = None,
     validate: bool = False,
-    packing: Packing | None = None,
     selector: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | Any:
     """Native Sparse Attention: out [B, T, H, Dv] = Σ over branches of gate · attention over the keys the branch sees.
@@ -133,17 +132,15 @@ def nsa_attention(
                   with -1 at the end; blocks after the query's own are not read
     validate      check the values of cu_seqlens and max_seqlen on a device too (synchronises), and the order of given
                   block_indices, which the kernels rely on
-    packing       the Packing of cu_seqlens, if the caller already has it
     selector      (queries, keys), each [B, T, G, size] of any size: they score the blocks in place of q and
                   k_compressed, by the sum of their weights; no gradient flows through them
     """
     checks.check_config(config)
     spec = AttentionSpec(config, branches, scorer="compressed" if selector is None else "learned")
-    if packing is not None and cu_seqlens is not None:
-        raise ValueError("packing and cu_seqlens were both given: packing is built from cu_seqlens, pass one")
-    checks.check_max_seqlen(max_seqlen, cu_seqlens if packing is None else packing)
+    checks.check_max_seqlen(max_seqlen, cu_seqlens)
+    packing = None
     if cu_seqlens is not None:
-        packing = checks.pack_documents(cu_seqlens, q, k_compressed, config, max_seqlen, validate=validate)
+        packing = checks.make_packing(cu_seqlens, q, config, max_seqlen, compressed=k_compressed, validate=validate)
     if validate and block_indices is not None:
         checks.check_block_order(block_indices)
     inputs = AttentionInputs(q, k_compressed, v_compressed, k_selected, v_selected, k_window, v_window, gates)
@@ -199,7 +196,7 @@ def block_sparse_attention(
     checks.check_max_seqlen(max_seqlen, cu_seqlens)
     packing = None
     if cu_seqlens is not None:
-        packing = checks.make_packing(cu_seqlens, q, config, max_seqlen=max_seqlen, validate=validate)
+        packing = checks.make_packing(cu_seqlens, q, config, max_seqlen, validate=validate)
     if validate and block_indices is not None:
         checks.check_block_order(block_indices)
     chooser = own_scorer(q, k, score_channels, spec) if spec.by_branch else None
@@ -252,16 +249,14 @@ def attend(
             kernels recompute the gated sum in the backward pass instead of saving it
     """
     q, config = inputs.q, spec.blocks
-    if packing is not None and not isinstance(packing, Packing):
-        raise TypeError(f"packing is {type(packing).__name__}: expected a Packing, or pass cu_seqlens")
     if spec.dense:
         k, v = inputs.pair("selected")
         return Attended(dense_attention(q, k, v, packing, span), None, spec.branches, dense_route(q, v, packing, span))
-    beyond = spec.dense_below > config.selected_tokens
-    if beyond and span is not WHOLE:
+    beyond = spec.dense_below > config.selected_tokens and (packing is not None or span.first_query < spec.dense_below)
+    if beyond and packing is not None and span is not WHOLE:
         raise ValueError(
-            f"dense_below={spec.dense_below} is more than select_count · select_block = "
-            f"{config.selected_tokens}, which a query range does not support: lower it, or pass whole sequences"
+            f"dense_below={spec.dense_below} is more than select_count · select_block = {config.selected_tokens}, "
+            "which a query range of packed documents does not support: lower it, or pass whole sequences"
         )
     every = _every_query_reads_all(inputs, spec, packing, span) and block_indices is None
     chooses = block_indices is None and (select or (spec.selects and not every))
@@ -270,36 +265,40 @@ def attend(
         checks.check_block_indices(block_indices, q, given["k_selected"].shape[2], config)
     route = choose_backend(backend, given, config, why_no_query_range(span, packing, spec.branches))
     with without_autocast(q.device.type):
+        options: Any = {"config": config, "packing": packing, "span": span}
+        options["backend"] = backend if route[0] == "triton" else "reference"  # "auto": kernels may not take the scorer
         if chooses and scorer is not None:
             check_selector(scorer, q, given["k_selected"])
-            own = backend if route[0] == "triton" else "reference"  # "auto": kernels may not take the scorer
-            block_indices = choose_blocks(scorer, config=config, packing=packing, span=span, backend=own)
+            block_indices = choose_blocks(scorer, **options)
         elif chooses and not spec.gated:
             keys = inputs.k_compressed
             keys = pool_keys(given["k_selected"], config, packing) if keys is None else keys
-            block_indices = select_by_keys_on(q, keys, config, packing, span, route[0])
+            block_indices = select_by_keys(q, keys, **options)
         if every:
             k, v = given["k_selected"], given["v_selected"]
-            route = route if backend == "reference" else dense_route(q, v, packing)
-            return Attended(_dense(q, k, v, packing, backend), block_indices, ("dense",), route)
+            route = route if backend == "reference" else dense_route(q, v, packing, span)
+            return Attended(_dense(q, k, v, packing, span, backend), block_indices, ("dense",), route)
         if not beyond:
             out, block_indices = _run(inputs, spec, packing, span, block_indices, select, output, route[0])
             return Attended(out, block_indices, spec.branches, route)
         assert block_indices is not None
-        position = torch.arange(q.shape[1], device=q.device) if packing is None else packing.position
+        first, end = span.first_query, span.first_query + q.shape[1]
+        position = torch.arange(first, end, device=q.device) if packing is None else packing.position
         early = (position < spec.dense_below)[:, None, None]
         # without blocks the output of a query is 0, and it costs nothing
         later = torch.where(early, -1, block_indices)
         sparse, _ = _run(inputs, spec, packing, span, later, False, None, route[0])
         k, v = given["k_selected"], given["v_selected"]
-        out = torch.where(early, _dense_rows(q, k, v, packing, spec.dense_below, backend), sparse)
+        out = torch.where(early, _dense_rows(q, k, v, packing, span, spec.dense_below, backend), sparse)
         return Attended(out, block_indices, spec.branches, route)
 
 
 def _every_query_reads_all(inputs: AttentionInputs, spec: AttentionSpec, packing: Packing | None, span: Span) -> bool:
     """Whether block-sparse attention is dense here: no query has more blocks than it selects."""
-    longest = inputs.q.shape[1] if packing is None else packing.max_seqlen
-    return not spec.gated and spec.selects and span is WHOLE and longest <= spec.reads_all_below
+    if spec.gated or not spec.selects or (packing is not None and span is not WHOLE):
+        return False
+    longest = span.first_query + inputs.q.shape[1] if packing is None else packing.max_seqlen
+    return longest <= spec.reads_all_below
 
 
 def _check(
@@ -308,8 +307,6 @@ def _check(
     """Check shapes, and return q, keys and values by name. compressed: blocks are chosen by compressed tokens, which
     must be given, as for their branch."""
     q, config = inputs.q, spec.blocks
-    if packing is not None and span is WHOLE:
-        checks.check_packing(packing, q, inputs.k_compressed if spec.gated else None, config)
     # a gated call has all of them, also those of branches that it omits
     named = BRANCHES if spec.gated else spec.branches
     needed = {b for b in named if b != "compressed" or compressed or b in spec.branches}
@@ -328,9 +325,6 @@ def _check(
             tokens = None if packing is not None else config.num_compressed(q.shape[1])
         if span is not WHOLE:
             tokens = None
-            if branch in spec.branches or branch == "compressed":
-                here = span.of_window if branch == "window" else span
-                checks.check_span(q, keys[branch], branch, here, config, packing)
         checks.check_keys(q, keys[branch], values[branch], branch, tokens)
     checks.check_same_groups(keys, values)
     if spec.gated:
@@ -412,18 +406,21 @@ def _reference_by_buckets(
 # ------------------------------------------------------------ queries that read every key
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, backend: str) -> Tensor:
-    return (masked_attention if backend == "reference" else dense_attention)(q, k, v, packing)
+def _dense(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, span: Span, backend: str) -> Tensor:
+    return (masked_attention if backend == "reference" else dense_attention)(q, k, v, packing, span)
 
 
-def _dense_rows(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, dense_below: int, backend: str) -> Tensor:
+def _dense_rows(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, span: Span, dense_below: int, backend: str
+) -> Tensor:
     """Dense attention of the queries at positions below dense_below; 0 for the others. [B, T, H, Dv]"""
     if packing is None:
-        dense_below = min(dense_below, q.shape[1])
-        first = _dense(q[:, :dense_below], k[:, :dense_below], v[:, :dense_below], None, backend)
-        return F.pad(first, (0, 0, 0, 0, 0, q.shape[1] - dense_below))
+        end = min(dense_below, span.first_query + q.shape[1])
+        count = end - span.first_query
+        first = _dense(q[:, :count], k[:, :end], v[:, :end], None, span, backend)
+        return F.pad(first, (0, 0, 0, 0, 0, q.shape[1] - count))
     rows, first_tokens = packing.first_tokens(dense_below)
     own_q, own_k, own_v = (move_rows(x[0], rows)[None] for x in (q, k, v))
-    first = _dense(own_q, own_k, own_v, first_tokens, backend)
+    first = _dense(own_q, own_k, own_v, first_tokens, WHOLE, backend)
     back = RowMap(rows.inverse, rows.inverse_valid, rows.source, rows.valid)
     return move_rows(first[0], back)[None]

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.attention.layout import WHOLE, Packing, Span
-from tercet.attention.spec import SCORERS
+from tercet.attention.spec import SCORERS, AttentionSpec
 from tercet.attention.tiling import Tile, compute_dtype, segments, tiled_attention
 
 # Logits that block_lse computes at once.
@@ -175,36 +177,6 @@ def select(scores: Tensor, t: Tensor, config: NSAConfig) -> Tensor:
     return torch.nn.functional.pad(ascending, (0, n - ascending.shape[-1]), value=-1)
 
 
-@torch.no_grad()
-def select_by_keys_at(q: Tensor, k: Tensor, t: Tensor, longest: int, config: NSAConfig) -> Tensor:
-    """I_t by compressed keys k, of queries at positions t [B, C] of rows of at most `longest` tokens."""
-    rows = q.unflatten(2, (k.shape[2], -1)).to(compute_dtype(q)) * q.shape[-1] ** -0.5
-    p, _ = compressed_weights(rows, k, t, config)
-    importance = block_importance(p.sum(3), 0, config.num_blocks(longest), config)
-    return select(importance, t[:, None], config).transpose(1, 2)
-
-
-def compressed_weights(rows: Tensor, k: Tensor, t: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """Weights, fp64 [B, G, C, h, S] as in `tiled_attention`, of scaled queries [B, C, G, h, D] at positions t [B, C]
-    for compressed keys k, and which keys they see [B, C, S]."""
-    i = torch.arange(k.shape[1], device=rows.device)
-    if not k.shape[1]:
-        p = rows.new_zeros(rows.shape[0], rows.shape[2], rows.shape[1], rows.shape[3], 0, dtype=torch.float64)
-        return p, torch.zeros(*t.shape, 0, dtype=torch.bool, device=rows.device)
-    visible = i * config.compress_stride + config.compress_block <= t[..., None] + 1
-    s = torch.einsum("bcghd,bsgd->bgchs", rows, k.to(rows.dtype))
-    return softmax(s.double(), visible[:, None, :, None]), visible
-
-
-def softmax(s: Tensor, visible: Tensor) -> Tensor:
-    """Over visible keys; all 0 where there are none."""
-    s = s.masked_fill(~visible, -torch.inf)
-    highest = s.amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min)
-    p = (s - highest).exp()
-    total = p.sum(-1, keepdim=True)
-    return p / torch.where(total > 0, total, 1)
-
-
 # ------------------------------------------------------------ blocks chosen by a selector
 
 
@@ -287,16 +259,6 @@ def select_by_tokens(
     return indices
 
 
-@torch.no_grad()
-def select_at(q: Tensor, k: Tensor, t: Tensor, config: NSAConfig, scorer: str = "learned") -> Tensor:
-    """`select_by_tokens` for queries at positions t [B, C] of whole rows of keys [B, T, G, size]."""
-    blocks, found = config.num_blocks(k.shape[1]), []
-    for own_q, own_k, own_t in zip(q, k, t, strict=True):
-        scores = _token_scores(scorer)(own_q, own_k, None, own_t, blocks, config.select_block)
-        found.append(select(scores.transpose(0, 1), own_t, config).transpose(0, 1))
-    return torch.stack(found)
-
-
 # ------------------------------------------------------------ Equation 12: selected branch
 
 
@@ -367,3 +329,31 @@ def _window_tiles(q: Tensor, config: NSAConfig, packing: Packing | None, span: S
             t, s = segment.position(first, end, q.device), segment.position(start, end, q.device)
             mask = segment.mask_documents(in_window(t, s, config), (first, end), (start, end))
             yield Tile(queries, keys, t, mask)
+
+
+# ------------------------------------------------------------ counts
+
+
+def count_keys(
+    inputs: Any, spec: AttentionSpec, branches: tuple[str, ...], block_indices: Tensor | None, span: Span
+) -> Tensor:
+    """Keys that each query of a query range read, counted from the masks of `branches`: int64 [B, C, G]."""
+    q, config = inputs.q, spec.blocks
+    t = torch.arange(span.first_query, span.first_query + q.shape[1], device=q.device)
+    every = (t + 1)[None, :, None]
+    keys: Tensor = inputs.k_window if inputs.k_selected is None else inputs.k_selected
+    count = torch.zeros(q.shape[0], q.shape[1], keys.shape[2], dtype=torch.int64, device=q.device)
+    if "dense" in branches:
+        return count + every
+    tiles: list[Iterator[Tile]] = []
+    if "compressed" in branches or (spec.selects and not spec.by_tokens):
+        tiles.append(_compressed_tiles(q, inputs.k_compressed.shape[1], config, None, span))
+    if block_indices is not None:
+        tiles.append(_selected_tiles(q, block_indices, config, None, span))
+    if "window" in branches:
+        tiles.append(_window_tiles(q, config, None, span.of_window))
+    for tile in chain.from_iterable(tiles):
+        visible = tile.mask.sum(-1)
+        count[:, tile.queries] += visible.movedim(-1, 1) if visible.dim() == 3 else visible[:, None]
+    beyond = spec.dense_below > config.selected_tokens
+    return torch.where(t[:, None] < spec.dense_below, every, count) if beyond else count

@@ -58,11 +58,11 @@ class TokenScorer(NamedTuple):
         keys, *more = (rows.unflatten(1, x.shape[2:])[None] for rows, x in zip(fetched, parts, strict=True))
         return self._replace(keys=keys, pooled=self.pooled and self.pooled._replace(keys=more[0]))
 
-    def of_rows(self, queries: slice, keys: slice) -> TokenScorer:
+    def of_rows(self, queries: slice, keys: slice, batch: slice = slice(None)) -> TokenScorer:
         pooled = self.pooled
         if pooled is not None:
-            pooled = pooled._replace(queries=pooled.queries[:, queries], keys=pooled.keys[:, keys])
-        return self._replace(queries=self.queries[:, queries], keys=self.keys[:, keys], pooled=pooled)
+            pooled = pooled._replace(queries=pooled.queries[batch, queries], keys=pooled.keys[batch, keys])
+        return self._replace(queries=self.queries[batch, queries], keys=self.keys[batch, keys], pooled=pooled)
 
 
 def slow_channels(size: int, device: torch.device, planes: int = SLOW_PLANES) -> Tensor | None:
@@ -139,19 +139,6 @@ def choose_blocks(
     return _merge_groups(exact, select_by_keys(pooled.queries, means, config=pooled.config, **options), pooled.exact)
 
 
-def choose_at(scorer: TokenScorer, part: slice, t: Tensor, config: NSAConfig) -> Tensor:
-    """`choose_blocks` of a part of the queries, at positions t [B, C] of whole rows of keys, in PyTorch."""
-    pooled, exact = scorer.pooled, None
-    if pooled is None or pooled.exact:
-        exact = reference.select_at(scorer.queries[:, part], scorer.keys, t, config, scorer.kind)
-    if pooled is None:
-        assert exact is not None
-        return exact
-    means = pool_keys(pooled.keys, pooled.config)
-    others = reference.select_by_keys_at(pooled.queries[:, part], means, t, pooled.keys.shape[1], pooled.config)
-    return _merge_groups(exact, others, pooled.exact)
-
-
 def _choose_by_tokens(
     scorer: TokenScorer, config: NSAConfig, packing: Packing | None, span: Span, backend: str
 ) -> Tensor:
@@ -193,31 +180,25 @@ def check_selector(selector: TokenScorer, q: Tensor, k_selected: Tensor) -> None
 def select_by_keys(
     q: Tensor, keys: Tensor, *, config: NSAConfig, packing: Packing | None, backend: str, span: Span
 ) -> Tensor:
-    """block_indices of queries q by the scores of `keys`, one per compressed token of the whole sequence."""
-    route = choose_backend(backend, {"q": q, "k_selected": keys, "v_selected": keys}, config)
-    with without_autocast(q.device.type):
-        return select_by_keys_on(q, keys, config, packing, span, route[0])
-
-
-def select_by_keys_on(
-    q: Tensor, keys: Tensor, config: NSAConfig, packing: Packing | None, span: Span, backend: str
-) -> Tensor:
-    """Steps 2 to 5 of docs/nsa.md."""
+    """block_indices of queries q by the scores of `keys`, one per compressed token of the whole sequence: steps 2 to 5
+    of docs/nsa.md."""
     q, keys = q.detach(), keys.detach()
-    if backend == "triton":
-        from tercet.attention import kernels
-
-        return kernels.select_by_keys(q, keys, config, kernel_layout(q, packing, span))
+    backend, _ = choose_backend(backend, {"q": q, "k_selected": keys}, config)
 
     def select(q: Tensor, keys: Tensor, packing: Packing | None = None, span: Span = WHOLE) -> Tensor:
         _, indices, _ = reference.compressed_attention(q, keys, keys[..., :0], config, packing, span=span)
         assert indices is not None
         return indices
 
-    if (buckets := document_buckets(packing, span)) is not None:
-        found = [select(bucket.rows(q), bucket.compressed_rows(keys)) for bucket in buckets.buckets]
-        return keep_selection(buckets.unpack(found))
-    return keep_selection(select(q, keys, packing, span))
+    with without_autocast(q.device.type):
+        if backend == "triton":
+            from tercet.attention import kernels
+
+            return kernels.select_by_keys(q, keys, config, kernel_layout(q, packing, span))
+        if (buckets := document_buckets(packing, span)) is not None:
+            found = [select(bucket.rows(q), bucket.compressed_rows(keys)) for bucket in buckets.buckets]
+            return keep_selection(buckets.unpack(found))
+        return keep_selection(select(q, keys, packing, span))
 
 
 def pool_keys(k: Tensor, config: NSAConfig, packing: Packing | None = None, span: Span = WHOLE) -> Tensor:

@@ -1,4 +1,4 @@
-"""The stages of Native Sparse Attention as separate functions, on the reference backend. Axes: as in functional.py."""
+"""The stages of Native Sparse Attention as separate functions, on the reference backend. Axes: as in operator.py."""
 
 from __future__ import annotations
 
@@ -126,6 +126,4 @@ def _check(
     checks.check_keys(q, k, v, branch, tokens)
     if cu_seqlens is None:
         return None
-    if branch == "compressed":
-        return checks.pack_documents(cu_seqlens, q, k, config)
-    return checks.make_packing(cu_seqlens, q, config)
+    return checks.make_packing(cu_seqlens, q, config, compressed=k if branch == "compressed" else None)

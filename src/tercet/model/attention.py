@@ -18,14 +18,14 @@ from tercet.attention.config import BRANCHES, check_above_zero, check_group_size
 from tercet.attention.dispatch import Route, check_backend
 from tercet.attention.hardware import kernels_run_on
 from tercet.attention.layout import Packing
-from tercet.attention.operator import Attended, AttentionInputs, attend
-from tercet.attention.selector import TokenScorer, own_scorer, pool_keys, slow_channels
+from tercet.attention.operator import AttentionInputs, attend
+from tercet.attention.selector import TokenScorer, own_scorer, slow_channels
 from tercet.attention.spec import AttentionSpec, check_exact_groups
 from tercet.model import decode
-from tercet.model.cache import Cache, NewTokens
-from tercet.model.compression import Compression, compress_keys_and_values, mean_keys
-from tercet.model.linear import are_plain, project, project_together, split_outputs
-from tercet.model.rope import CosSin, RopeCache, Rotary, compressed_positions, rope_cache, rotate
+from tercet.model.cache import Cache
+from tercet.model.compression import Compression, compress_keys_and_values
+from tercet.model.linear import are_plain
+from tercet.model.rope import CosSin, RopeCache, Rotary, rope_cache, rotate
 from tercet.model.selector import EVERY, BlockSelector, attach_loss, build_selector, mix_bits, sample_queries
 from tercet.model.stats import AttentionStats
 
@@ -241,13 +241,13 @@ class Attention(nn.Module):
         if cache is not None:
             if cu_seqlens is not None:
                 raise ValueError("cu_seqlens and cache were both given: a cache holds one document per row")
-            return self._forward_cached(x, cache, lengths, rope)
+            return decode.forward(self, x, cache, lengths, rope)
         check_lengths_have_cache(lengths)
         if isinstance(cu_seqlens, Packing):
-            check_packing(cu_seqlens, x, None, cu_seqlens.config if self.spec.dense else self.config)
+            check_packing(cu_seqlens, x, cu_seqlens.config if self.spec.dense else self.config)
         elif cu_seqlens is not None:
-            count = 0 if self.spec.dense else None  # of compressed tokens
-            cu_seqlens = make_packing(cu_seqlens, x, self.config, count, max_seqlen)
+            count = 0 if self.spec.dense else None
+            cu_seqlens = make_packing(cu_seqlens, x, self.config, max_seqlen, compressed=count)
         return self._forward_sequence(x, cu_seqlens, rope, self._sample(x) if sampled is None else sampled)
 
     def _sample(self, x: Tensor) -> Tensor | None:
@@ -290,9 +290,9 @@ class Attention(nn.Module):
         if self.selector is not None:
             positions = None if packing is None else packing.position
             return TokenScorer(*self.selector(x, positions, rope.selector))
-        return self._own_scorer(inputs.q, inputs.k_selected)
+        return self.branch_scorer(inputs.q, inputs.k_selected)
 
-    def _own_scorer(self, q: Tensor, k: Tensor | None) -> TokenScorer | None:
+    def branch_scorer(self, q: Tensor, k: Tensor | None) -> TokenScorer | None:
         if k is None or not self.spec.by_branch:
             return None
         return own_scorer(q, k, self.score_channels, self.spec)
@@ -358,9 +358,9 @@ class Attention(nn.Module):
         if self.q_proj.bias is not None:
             biases = (self.q_proj.bias, self.kv_proj.bias)
             bias = torch.cat((*biases, biases[0].new_zeros(width - sum(b.shape[0] for b in biases))))
-        return self._split(F.linear(x, torch.cat(weights), bias), packing, rope, self.gate.proj.bias)
+        return self.split(F.linear(x, torch.cat(weights), bias), packing, rope, self.gate.proj.bias)
 
-    def _split(self, y: Tensor, packing: Packing | None, rope: RopeCache, gate_bias: Tensor | None) -> AttentionInputs:
+    def split(self, y: Tensor, packing: Packing | None, rope: RopeCache, gate_bias: Tensor | None) -> AttentionInputs:
         """The operator's inputs from the outputs of q_proj, kv_proj and gate.proj side by side; gate_bias: if it is not
         part of them."""
         from tercet.attention.kernels import qkv_split
@@ -387,11 +387,14 @@ class Attention(nn.Module):
         compressed: tuple[Tensor | None, Tensor | None] = (None, None)
         if self.spec.compresses:
             assert raw_k is not None
-            cos_sin = rope.compressed
-            cos_sin = self.rotary.of_compressed(raw_k, packing, self.config) if cos_sin is None else cos_sin
-            k = rotate(self.compress_k(raw_k, packing), cos_sin, self.backend)
-            compressed = k, self.compress_v(values["compressed"], packing)
+            compressed = self.compress(raw_k, values["compressed"], packing, rope)
         return AttentionInputs.of_branches(q, compressed, keys, values, None if self.gate is None else self.gate(x))
+
+    def compress(self, k: Tensor, v: Tensor, packing: Packing | None, rope: RopeCache | None) -> tuple[Tensor, Tensor]:
+        """Compressed keys, rotated, and values of whole sequences."""
+        cos_sin = None if rope is None else rope.compressed
+        cos_sin = self.rotary.of_compressed(k, packing, self.config) if cos_sin is None else cos_sin
+        return rotate(self.compress_k(k, packing), cos_sin, self.backend), self.compress_v(v, packing)
 
     def project(
         self,
@@ -428,13 +431,13 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
         """q, and the sets of keys and of values, all flat: [B, T, heads · size]."""
         if projected is not None:
-            return projected[0], *self._keys_and_values(projected[1].split(self.kv_rows, dim=-1))
+            return projected[0], *self.keys_and_values(projected[1].split(self.kv_rows, dim=-1))
         q = self.q_proj(x)
         if len(self.kv_rows) == 2 or not torch.is_grad_enabled() or not are_plain(self.kv_proj):
             parts = self.kv_proj(x).split(self.kv_rows, dim=-1)
         else:
             parts = self._project_in_groups(x)
-        return q, *self._keys_and_values(parts)
+        return q, *self.keys_and_values(parts)
 
     def _project_in_groups(self, x: Tensor) -> tuple[Tensor, ...]:
         """The parts of kv_proj's output from one matmul each for the compressed branch, the keys of the selected and
@@ -447,7 +450,7 @@ class Attention(nn.Module):
         sizes = self.kv_rows
         weights = self.kv_proj.weight.split(sizes)
         biases = None if self.kv_proj.bias is None else self.kv_proj.bias.split(sizes)
-        keys, values = self._keys_and_values(tuple(range(len(sizes))))
+        keys, values = self.keys_and_values(tuple(range(len(sizes))))
         compressed = (*keys[:-2], *values[:-2])  # none if nothing reads compressed tokens
         parts: dict[int, Tensor] = {}
         for group in (compressed, keys[-2:], values[-2:]):
@@ -465,7 +468,7 @@ class Attention(nn.Module):
         one = self.kv_heads * self.head_dim, self.kv_heads * self.value_dim
         return (one * value_sets)[value_sets - key_sets :]
 
-    def _keys_and_values(self, parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def keys_and_values(self, parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Which parts of kv_proj's output, in the order of `kv_rows`, are keys and which are values."""
         first_key = len(self.kv_rows) % 2  # without keys of the compressed branch, its values come first
         return parts[first_key::2], parts[1 - first_key :: 2]
@@ -477,133 +480,6 @@ class Attention(nn.Module):
     def per_branch(self, sets: tuple[Any, ...]) -> tuple[Any, ...]:
         """One entry per branch from one per key or value set: shared sets, or the selected keys, are repeated."""
         return sets[:1] * (len(BRANCHES) - len(sets)) + sets
-
-    # ------------------------------------------------------------ new tokens after a cache
-
-    @torch.no_grad()  # inference only: cached tokens must not keep their autograd graph alive
-    def _forward_cached(self, x: Tensor, cache: Cache, lengths: Tensor | None, rope: RopeCache | None) -> Tensor:
-        reason = decode.why_not_kernels(self, x, cache, lengths)
-        if reason is None and x.shape[1] == 1:
-            self._ran = self.spec.branches
-            return decode.run_token(self, x, cache, lengths)
-        new = cache.begin(self.cache_key(), x, lengths)
-        x = new.zero_padding(x)
-        inputs, scorer = self._project_new(x, new, cache, rope)
-        cache.reads = None
-        if new.fresh:  # the whole-sequence operator is faster; causal masks hide right padding from every real token
-            found = attend(inputs, self.spec, backend=self.backend, scorer=scorer)
-        else:
-            found = self._continue(inputs, cache, new, scorer, reason)
-        self._ran, self._route = found.branches, found.route
-        return self.o_proj(found.out.flatten(2))
-
-    def _continue(
-        self, inputs: AttentionInputs, cache: Cache, new: NewTokens, scorer: TokenScorer | None, reason: str | None
-    ) -> Attended:
-        """New tokens after those of a cache. reason: why the kernels cannot run them."""
-        spec, q = self.spec, inputs.q
-        if spec.dense or (not spec.gated and spec.selects and new.longest <= spec.reads_all_below):
-            name, why = decode.cached_dense_route(q, cache, new)
-            why = (reason or why) if spec.dense else why
-            return Attended(decode.cached_dense_attention(q, cache, new), None, ("dense",), (name, why))
-        if reason is None:
-            found = decode.attend_chunk(inputs, cache, new, scorer)
-        else:
-            keys = decode.cached_keys(cache, new)
-            out, cache.reads = decode.attend_tokens(q, inputs.gates, keys, new.positions, new.longest, spec, scorer)
-            found = Attended(out, None, spec.branches, ("reference", reason))
-        if spec.dense_below > self.config.selected_tokens and (new.first is None or new.first < spec.dense_below):
-            reads, early = cache.reads, (new.positions < spec.dense_below)[..., None]
-            out = torch.where(early[..., None], decode.cached_dense_attention(q, cache, new), found.out)
-            if reads is not None and cache.reads is not None:
-                cache.reads = torch.where(early, cache.reads, reads)
-            else:
-                cache.reads = None
-            found = found._replace(out=out)
-        return found
-
-    def projections(self, cache: Cache) -> tuple[nn.Linear, ...]:
-        """q_proj, kv_proj, gate.proj, and those of a learned selector, if the cache keeps its keys."""
-        gate = () if self.gate is None else (self.gate.proj,)
-        own = (self.selector.q_proj, self.selector.k_proj) if self.selector is not None and cache.selector_size else ()
-        return self.q_proj, self.kv_proj, *gate, *own
-
-    def _project_new(
-        self, x: Tensor, new: NewTokens, cache: Cache, rope: RopeCache | None
-    ) -> tuple[AttentionInputs, TokenScorer | None]:
-        """The operator's inputs for new tokens, and what scores blocks by single tokens; the cache keeps its part."""
-        if new.fresh and self.can_fuse(x):
-            return self._project_prompt(x, new, cache, rope)
-        q, kv, *more = project(x, cache, *self.projections(cache))
-        cos_sin = self.rotary.cos_sin(new.positions) if rope is None else rope.tokens
-        q, raw_k, keys, values = self.project(x, None, cos_sin, (q, kv))
-        gates = None if self.gate is None else self.gate.activate(more.pop(0))
-        completed = cache.append(new, raw_k, keys, values)
-        scorer = None
-        if self.selector is not None and more:
-            scorer = TokenScorer(*self.selector.append(more, new, cache, None if rope is None else rope.selector))
-        elif new.fresh:
-            scorer = self._own_scorer(q, keys.get("selected"))
-        elif self.spec.exact_groups is not None:
-            scorer = self._own_scorer(q, cache.all(new)[0].to(q.dtype))
-        elif self.spec.by_branch:
-            of = cache.scored_channels
-            queries = q if of is None else q.index_select(-1, of)
-            scorer = TokenScorer(queries, cache.selector_keys(new).to(q.dtype), self.spec.scorer)
-        compressed: tuple[Tensor | None, Tensor | None] = (None, None)
-        if new.fresh:
-            compressed = self._compress_prompt(raw_k, keys, values, rope)
-            first_k, first_v = (None if c is None else c[:, : new.emitted] for c in compressed)
-            cache.append_compressed(new, k_compressed=first_k, v_compressed=first_v)
-        elif completed is not None:
-            index, block_k, block_v = completed
-            if block_v is None:
-                cache.append_compressed(new, k_compressed=mean_keys(block_k))
-            else:
-                cos_sin = self.rotary.cos_sin(compressed_positions(index, self.config))
-                k = rotate(self.compress_k.phi(block_k), cos_sin, self.backend)
-                cache.append_compressed(new, k_compressed=k, v_compressed=self.compress_v.phi(block_v))
-        return AttentionInputs.of_branches(q, compressed, keys, values, gates), scorer
-
-    def _compress_prompt(
-        self, raw_k: Tensor | None, keys: dict[str, Tensor], values: dict[str, Tensor], rope: RopeCache | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Compressed tokens of a whole prompt, or means of its keys."""
-        if self.spec.pools:
-            return pool_keys(keys["selected"], self.config), None
-        if raw_k is None or not self.spec.compresses:
-            return None, None
-        cos_sin = None if rope is None else rope.compressed
-        cos_sin = self.rotary.of_compressed(raw_k, None, self.config) if cos_sin is None else cos_sin
-        return rotate(self.compress_k(raw_k), cos_sin, self.backend), self.compress_v(values["compressed"])
-
-    def _project_prompt(
-        self, x: Tensor, new: NewTokens, cache: Cache, rope: RopeCache | None
-    ) -> tuple[AttentionInputs, TokenScorer | None]:
-        """`_project_new` of the first tokens, on the kernel that splits a fused projection. The outputs of the
-        projections are freed on return: attention does not need them."""
-        rope = rope_cache(self.rotary, x, None, self.config) if rope is None else rope
-        layers = self.projections(cache)
-        fused = project_together(x, cache, *layers)
-        parts = None if fused is None else split_outputs(fused, layers)
-        inputs = self.fused_inputs(x, None, rope) if fused is None else self._split(fused, None, rope, None)
-        scorer = self._own_scorer(inputs.q, inputs.k_selected)
-        if self.selector is not None and cache.selector_size:
-            projected = [layer(x) for layer in layers[3:]] if parts is None else parts[3:]
-            scorer = TokenScorer(*self.selector.append(projected, new, cache, rope.selector))
-        raw_k = None
-        keys = {"selected": inputs.k_selected, "window": inputs.k_window}
-        values = {"selected": inputs.v_selected, "window": inputs.v_window}
-        if self.spec.compresses:  # the cache keeps the last raw tokens of each row
-            last = slice(None) if new.padded else slice(-self.config.compress_block, None)
-            kv = self.kv_proj(x[:, last]) if parts is None else parts[1][:, last]
-            sets = self._keys_and_values(kv.split(self.kv_rows, dim=-1))
-            raw_k, values["compressed"] = (each[0].unflatten(-1, (self.kv_heads, -1)) for each in sets)
-        cache.append(new, raw_k, keys, values)  # type: ignore[arg-type]
-        if inputs.k_compressed is not None and inputs.v_compressed is not None:
-            kc, vc = (each[:, : new.emitted] for each in (inputs.k_compressed, inputs.v_compressed))
-            cache.append_compressed(new, k_compressed=kc, v_compressed=vc)
-        return inputs, scorer
 
 
 def check_lengths_have_cache(lengths: Tensor | None) -> None:

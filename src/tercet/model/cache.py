@@ -16,6 +16,7 @@ when it needs them.
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -38,13 +39,25 @@ class NewTokens:
     start: Tensor  # int64 [B]: tokens in the cache before
     counts: Tensor  # int64 [B]
     width: int  # C
-    longest: int  # length of the longest row afterwards
-    fresh: bool  # the cache was empty
-    padded: bool  # some row has fewer than C real tokens
-    aligned: bool  # all rows had the same length before
+    before: list[int]  # start, on the host
+    added: list[int]  # counts, on the host
     emitted: int = 0  # most compressed tokens that any row completes
     window_k: Tensor | None = None  # [B, w-1 + C, G, Dk]: the window ring in order, then the new tokens
     window_v: Tensor | None = None
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest row afterwards."""
+        return max(map(operator.add, self.before, self.added))
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the cache was empty."""
+        return not any(self.before)
+
+    @property
+    def padded(self) -> bool:
+        return min(self.added) < self.width
 
     @cached_property
     def positions(self) -> Tensor:
@@ -60,7 +73,7 @@ class NewTokens:
     @property
     def first(self) -> int | None:
         """Position of the first new token in all rows; None if rows differ or are padded."""
-        return self.longest - self.width if self.aligned and not self.padded else None
+        return self.before[0] if len({*self.before}) == 1 and not self.padded else None
 
     def zero_padding(self, x: Tensor) -> Tensor:
         """x with its padding set to zero: it may hold NaN, and 0 · NaN is NaN behind every mask."""
@@ -240,16 +253,7 @@ class Cache:
             device_counts = torch.full((batch,), width, device=self.device)
         else:  # a copy from the host, which waits for the device
             device_counts = torch.tensor(counts, device=self.device)
-        new = NewTokens(
-            start=start,
-            counts=device_counts,
-            width=width,
-            longest=max(after),
-            fresh=not any(before),
-            padded=min(counts) < width,
-            aligned=min(before) == max(before),
-        )
-        new.emitted = self._count_emitted(before, after)
+        new = NewTokens(start, device_counts, width, before, counts, self._count_emitted(before, after))
         self._reserve(max(after))
         self.host_lengths = HostLengths(tuple(after))
         self.lengths += new.counts
@@ -459,6 +463,11 @@ class Cache:
             index = self.completed(new)
             complete = index < self._num_compressed(new.start + new.counts)[:, None]
             self._scatter(store, torch.where(complete, index, store.shape[1] - 1), value)
+
+    def append_prompt(self, new: NewTokens, k: Tensor | None, v: Tensor | None) -> None:
+        """Store the compressed tokens of a first prefill; those of right padding are left out."""
+        k, v = (None if x is None else x[:, : new.emitted] for x in (k, v))
+        self.append_compressed(new, k_compressed=k, v_compressed=v)
 
     def compressed(self, new: NewTokens) -> tuple[Tensor, Tensor | None]:
         """Compressed keys and values that any of the new tokens can see; no values where keys are means."""

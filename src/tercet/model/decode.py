@@ -1,59 +1,209 @@
 """Attention of new tokens to a cache. Inference only; no autograd.
 
-One token per row runs on the decode kernels, a chunk of tokens on the whole-sequence kernels; anything they cannot run
-falls back to PyTorch here. Every path reads only the keys that a query may see, num_cmp + Σ|selected tokens| +
-min(w, t+1) per group, and the cache reports how many were read. Keys that only score blocks, one small vector per
-token, are not counted.
+One token per row runs on the decode kernels. Anything else is a query range of the operator, on any backend: one for
+all rows if they agree in length, else one per row. Every path reads only the keys that a query may see, num_cmp +
+Σ|selected tokens| + min(w, t+1) per group, and the cache reports how many were read. Keys that only score blocks, one
+small vector per token, are not counted.
 
 layer: an Attention (attention.py, which imports this module).
-Axes: q [B, C, H, Dk]; keys [B, S, G, Dk]; probabilities [B, G, C, h, S].
+Axes: q [B, C, H, Dk]; keys [B, S, G, Dk].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
-from tercet.attention.config import BRANCHES, NSAConfig
-from tercet.attention.dispatch import REQUESTED, cannot_run, without_autocast
+from tercet.attention.config import BRANCHES
+from tercet.attention.dispatch import REQUESTED, cannot_run, why_not_triton
 from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting
 from tercet.attention.layout import Span
 from tercet.attention.operator import Attended, AttentionInputs, attend
-from tercet.attention.reference import block_importance, combine, compressed_weights, select, softmax
-from tercet.attention.selector import TokenScorer, choose_at
-from tercet.attention.spec import AttentionSpec, without_kernel
-from tercet.attention.tiling import compute_dtype
+from tercet.attention.reference import count_keys
+from tercet.attention.selector import TokenScorer, pool_keys
+from tercet.attention.spec import without_kernel
 from tercet.model.cache import Cache, HostLengths, NewTokens
-from tercet.model.compression import Compression
-from tercet.model.linear import project
+from tercet.model.compression import Compression, mean_keys
+from tercet.model.linear import project, project_together, split_outputs
+from tercet.model.rope import RopeCache, compressed_positions, rope_cache, rotate
 
 if TYPE_CHECKING:  # needs Triton
     from tercet.attention.kernels.decode import CompressionWeights, Heads, Held, Norms
 
-# Elements gathered or scored at once: bounds the memory of a long chunk.
-_CHUNK_NUMBERS = 1 << 24
+
+# ------------------------------------------------------------ new tokens after a cache
 
 
-# ------------------------------------------------------------ on the kernels
+@torch.no_grad()  # inference only: cached tokens must not keep their autograd graph alive
+def forward(layer: Any, x: Tensor, cache: Cache, lengths: Tensor | None, rope: RopeCache | None) -> Tensor:
+    """`Attention.forward` of new tokens after those of a cache."""
+    reason = None
+    if x.shape[1] == 1:
+        reason = REQUESTED if layer.backend == "reference" else why_not_token_kernels(layer, cache)
+        if reason is None:
+            layer._ran = layer.spec.branches
+            return run_token(layer, x, cache, lengths)
+        if layer.backend == "triton" and any(cache.host_lengths.tokens):
+            raise cannot_run(reason)
+    check_kernels(layer, x, cache)
+    new = cache.begin(layer.cache_key(), x, lengths)
+    x = new.zero_padding(x)
+    inputs, scorer = _project_new(layer, x, new, cache, rope)
+    cache.reads = None
+    if new.fresh:  # as a whole sequence: causal masks hide right padding from every real token
+        found = attend(inputs, layer.spec, backend=layer.backend, scorer=scorer)
+    else:
+        found = attend_cached(inputs, cache, new, scorer, layer.backend if reason is None else "reference")
+        found = found._replace(route=(found.route[0], reason or found.route[1]))
+    layer._ran, layer._route = found.branches, found.route
+    return layer.o_proj(found.out.flatten(2))
 
 
-def why_not_kernels(layer: Any, x: Tensor, cache: Cache, lengths: Tensor | None) -> str | None:
-    """Why the kernels cannot run the tokens x after the cache; None if they can. Raises if backend="triton" was asked
-    for, unless the cache is empty: the whole-sequence operator then decides."""
-    one = x.shape[1] == 1
-    if not one and (layer.spec.dense or cache.is_empty):
-        return None  # without further checks, for which a prompt would wait
-    if layer.backend == "reference":
-        return REQUESTED
-    reason = why_not_token_kernels(layer, cache) if one else why_not_chunk_kernels(layer, x, cache, lengths)
-    if reason is not None and layer.backend == "triton" and any(cache.host_lengths.tokens):
+def projections(layer: Any, cache: Cache) -> tuple[nn.Linear, ...]:
+    """q_proj, kv_proj, gate.proj, and those of a learned selector, if the cache keeps its keys."""
+    gate = () if layer.gate is None else (layer.gate.proj,)
+    own = (layer.selector.q_proj, layer.selector.k_proj) if layer.selector is not None and cache.selector_size else ()
+    return layer.q_proj, layer.kv_proj, *gate, *own
+
+
+def _project_new(
+    layer: Any, x: Tensor, new: NewTokens, cache: Cache, rope: RopeCache | None
+) -> tuple[AttentionInputs, TokenScorer | None]:
+    """The operator's inputs for new tokens, and what scores blocks by single tokens; the cache keeps its part."""
+    if new.fresh and layer.can_fuse(x):
+        return _project_prompt(layer, x, new, cache, rope)
+    q, kv, *more = project(x, cache, *projections(layer, cache))
+    cos_sin = layer.rotary.cos_sin(new.positions) if rope is None else rope.tokens
+    q, raw_k, keys, values = layer.project(x, None, cos_sin, (q, kv))
+    gates = None if layer.gate is None else layer.gate.activate(more.pop(0))
+    completed = cache.append(new, raw_k, keys, values)
+    scorer = None
+    if layer.selector is not None and more:
+        scorer = TokenScorer(*layer.selector.append(more, new, cache, None if rope is None else rope.selector))
+    elif new.fresh:
+        scorer = layer.branch_scorer(q, keys.get("selected"))
+    elif layer.spec.exact_groups is not None:
+        scorer = layer.branch_scorer(q, cache.all(new)[0].to(q.dtype))
+    elif layer.spec.by_branch:
+        of = cache.scored_channels
+        queries = q if of is None else q.index_select(-1, of)
+        scorer = TokenScorer(queries, cache.selector_keys(new).to(q.dtype), layer.spec.scorer)
+    compressed: tuple[Tensor | None, Tensor | None] = (None, None)
+    if new.fresh and layer.spec.pools:
+        compressed = pool_keys(keys["selected"], layer.config), None
+    elif new.fresh and raw_k is not None and layer.spec.compresses:
+        compressed = layer.compress(raw_k, values["compressed"], None, rope)
+    if new.fresh:
+        cache.append_prompt(new, *compressed)
+    elif completed is not None:
+        index, block_k, block_v = completed
+        if block_v is None:
+            cache.append_compressed(new, k_compressed=mean_keys(block_k))
+        else:
+            cos_sin = layer.rotary.cos_sin(compressed_positions(index, layer.config))
+            k = rotate(layer.compress_k.phi(block_k), cos_sin, layer.backend)
+            cache.append_compressed(new, k_compressed=k, v_compressed=layer.compress_v.phi(block_v))
+    return AttentionInputs.of_branches(q, compressed, keys, values, gates), scorer
+
+
+def _project_prompt(
+    layer: Any, x: Tensor, new: NewTokens, cache: Cache, rope: RopeCache | None
+) -> tuple[AttentionInputs, TokenScorer | None]:
+    """`_project_new` of the first tokens, on the kernel that splits a fused projection. The outputs of the
+    projections are freed on return: attention does not need them."""
+    rope = rope_cache(layer.rotary, x, None, layer.config) if rope is None else rope
+    layers = projections(layer, cache)
+    fused = project_together(x, cache, *layers)
+    parts = None if fused is None else split_outputs(fused, layers)
+    inputs = layer.fused_inputs(x, None, rope) if fused is None else layer.split(fused, None, rope, None)
+    scorer = layer.branch_scorer(inputs.q, inputs.k_selected)
+    if layer.selector is not None and cache.selector_size:
+        projected = [layer(x) for layer in layers[3:]] if parts is None else parts[3:]
+        scorer = TokenScorer(*layer.selector.append(projected, new, cache, rope.selector))
+    raw_k = None
+    keys = {"selected": inputs.k_selected, "window": inputs.k_window}
+    values = {"selected": inputs.v_selected, "window": inputs.v_window}
+    if layer.spec.compresses:  # the cache keeps the last raw tokens of each row
+        last = slice(None) if new.padded else slice(-layer.config.compress_block, None)
+        kv = layer.kv_proj(x[:, last]) if parts is None else parts[1][:, last]
+        sets = layer.keys_and_values(kv.split(layer.kv_rows, dim=-1))
+        raw_k, values["compressed"] = (each[0].unflatten(-1, (layer.kv_heads, -1)) for each in sets)
+    cache.append(new, raw_k, keys, values)  # type: ignore[arg-type]
+    cache.append_prompt(new, inputs.k_compressed, inputs.v_compressed)
+    return inputs, scorer
+
+
+# ------------------------------------------------------------ query ranges
+
+
+def attend_cached(
+    inputs: AttentionInputs, cache: Cache, new: NewTokens, scorer: TokenScorer | None, backend: str
+) -> Attended:
+    """New tokens after those of the cache, which holds them already. inputs: those of the new tokens."""
+    rows = [slice(None)] if new.first is not None else [slice(b, b + 1) for b in range(cache.batch)]
+    q, spec = inputs.q, cache.spec
+    out = q.new_zeros(*q.shape[:3], cache.key["value_dim"])
+    cache.reads = torch.zeros(*q.shape[:2], cache.key["kv_heads"], dtype=torch.int64, device=q.device)
+    for row in rows:
+        first, count = new.before[row.start or 0], new.added[row.start or 0]
+        if not count:
+            continue
+        own, span = _query_range(inputs, cache, new, row, first, count)
+        chooser = None if scorer is None else scorer.of_rows(slice(count), slice(first + count), row)
+        found = attend(own, spec, backend=backend, span=span, scorer=chooser)
+        out[row, :count] = found.out
+        if found.route[0] == "triton":  # the whole-sequence kernels do not count
+            cache.reads = None
+        elif cache.reads is not None:
+            cache.reads[row, :count] = count_keys(own, spec, found.branches, found.block_indices, span)
+    return found._replace(out=out)
+
+
+def check_kernels(layer: Any, x: Tensor, cache: Cache) -> None:
+    """Raise if backend="triton" was asked for and cannot run tokens x after the cache, before it is changed."""
+    if layer.backend != "triton" or layer.spec.dense or cache.is_empty:
+        return
+
+    def like(heads: int, size: int) -> Tensor:
+        return layer.q_proj.weight.new_empty(()).expand(*x.shape[:2], heads, size)
+
+    q, k = like(layer.heads, layer.head_dim), like(layer.kv_heads, layer.head_dim)
+    tensors = {"q": q, "k_selected": k, "v_selected": like(layer.kv_heads, layer.value_dim)}
+    if (reason := why_not_triton(tensors, layer.config)) is not None:
         raise cannot_run(reason)
-    return reason
+
+
+def _query_range(
+    inputs: AttentionInputs, cache: Cache, new: NewTokens, row: slice, first: int, count: int
+) -> tuple[AttentionInputs, Span]:
+    """Of rows with `count` new tokens after `first`: their queries, and the keys that these read."""
+    end, first_key, first_window_key = first + count, 0, first
+    gates = None if inputs.gates is None else inputs.gates[row, :count]
+    inputs = inputs._replace(gates=None).map(lambda x: x[row, :count])
+    if cache.keeps_tokens:
+        k, v = (x[row, :end] for x in cache.all(new))
+        inputs = inputs._replace(k_selected=k, v_selected=v)
+    else:
+        first_key = first
+    if new.window_k is not None and new.window_v is not None:
+        first_window_key = max(0, first - cache.config.window + 1)
+        # skip those of the w-1 slots before the new tokens that hold no token
+        reached = slice(cache.config.window - 1 - (first - first_window_key), cache.config.window - 1 + count)
+        inputs = inputs._replace(k_window=new.window_k[row, reached], v_window=new.window_v[row, reached])
+    if cache.spec.reads_compressed:
+        k, values = cache.compressed(new)
+        seen = cache.config.num_compressed(end)
+        values = None if values is None else values[row, :seen]
+        inputs = inputs._replace(k_compressed=k[row, :seen], v_compressed=values)
+    # a cache may be of another precision than its layer computes in
+    dtype = torch.promote_types(inputs.q.dtype, cache.dtype)
+    inputs = inputs.map(lambda x: x.to(dtype))._replace(gates=gates)
+    return inputs, Span(first, first_key, first_window_key)
+
+
+# ------------------------------------------------------------ one token per row, on the kernels
 
 
 def why_not_token_kernels(layer: Any, cache: Cache) -> str | None:
@@ -78,66 +228,6 @@ def why_not_token_kernels(layer: Any, cache: Cache) -> str | None:
     return reason
 
 
-def why_not_chunk_kernels(layer: Any, x: Tensor, cache: Cache, lengths: Tensor | None) -> str | None:
-    """Why the whole-sequence kernels cannot run several new tokens per row; None if they can."""
-    cache.check(layer.cache_key(), x)
-    if not TRITON_INSTALLED:
-        return NO_TRITON
-    if layer.gate is not None and not cache.keeps_tokens and not layer.spec.compresses:
-        return "only the window is cached, and the kernels also need the keys of the selected branch"
-    if x.device.type != "cuda" and not interpreting():
-        return f"x is on {x.device} and the kernels need a CUDA device"
-    from tercet.attention import kernels
-
-    batch, width = x.shape[:2]
-    autocast = torch.is_autocast_enabled(x.device.type)
-    dtype = torch.get_autocast_dtype(x.device.type) if autocast else layer.q_proj.weight.dtype
-
-    def like(tokens: int, heads: int, size: int, dtype: torch.dtype = cache.dtype) -> Tensor:
-        return torch.empty((), dtype=dtype, device=x.device).expand(batch, tokens, heads, size)
-
-    keys, values = (like(1, layer.kv_heads, size) for size in (layer.head_dim, layer.value_dim))
-    q = like(width, layer.heads, layer.head_dim, dtype)
-    reason = kernels.unsupported(q, keys, values, keys, values, keys, values, config=cache.config)
-    if reason is not None:
-        return reason
-    if len(set(cache.known_lengths())) > 1:
-        return "the rows hold unequal numbers of tokens, and the kernels need all rows' queries at the same positions"
-    if lengths is not None and any(n != width for n in lengths.tolist()):
-        return "some rows have fewer new tokens, and the kernels need all rows' queries at the same positions"
-    return None
-
-
-def attend_chunk(inputs: AttentionInputs, cache: Cache, new: NewTokens, scorer: TokenScorer | None) -> Attended:
-    """A chunk that starts at the same position in every row, on the kernels: a query range of the sequences now in the
-    cache. inputs: those of the new tokens."""
-    start, first_window_key = new.longest - inputs.q.shape[1], 0
-    if cache.keeps_tokens:
-        k, v = cache.all(new)
-        inputs = inputs._replace(k_selected=k, v_selected=v)
-    if new.window_k is not None:
-        k, v, first_window_key = _window_keys(new, cache.config)
-        inputs = inputs._replace(k_window=k, v_window=v)
-    if cache.spec.compresses or cache.spec.pools:
-        k, values = cache.compressed(new)
-        inputs = inputs._replace(k_compressed=k, v_compressed=values)
-    span = Span(start, 0 if cache.keeps_tokens else start, first_window_key)
-    # queries that read everything were separated by the caller
-    spec = replace(cache.spec, dense_below=0)
-    return attend(inputs, spec, backend="triton", span=span, scorer=scorer)
-
-
-def _window_keys(new: NewTokens, config: NSAConfig) -> tuple[Tensor, Tensor, int]:
-    """Keys and values that the windows of a chunk reach, and the position of the first."""
-    assert new.window_k is not None
-    assert new.window_v is not None
-    start = new.longest - new.width
-    first = max(0, start - config.window + 1)
-    # skip those of the w-1 slots before the chunk that hold no token
-    empty = config.window - 1 - (start - first)
-    return new.window_k[:, empty:], new.window_v[:, empty:], first
-
-
 def run_token(layer: Any, x: Tensor, cache: Cache, lengths: Tensor | None) -> Tensor:
     """One token per row on the decode kernels."""
     layer._route = ("triton", None)
@@ -159,7 +249,7 @@ def _decode_token(layer: Any, x: Tensor, cache: Cache, counts: Tensor | None) ->
     from tercet.attention.kernels import decode as kernels
 
     spec = layer.spec
-    q, kv, *more = project(x, cache, *layer.projections(cache))
+    q, kv, *more = project(x, cache, *projections(layer, cache))
     norms = kernel_norms(layer, q.dtype)
     if spec.dense:
         return kernels.dense_step(q, kv, kernel_cache(cache), counts, kernel_heads(layer, cache), norms=norms)
@@ -221,174 +311,3 @@ def phi_weights(compression: Compression) -> CompressionWeights:
         return CompressionWeights()
     up, down = compression.up, compression.down
     return CompressionWeights(compression.position, up.weight, up.bias, down.weight, down.bias)
-
-
-# ------------------------------------------------------------ in PyTorch
-
-
-class CachedKeys(NamedTuple):
-    """Keys and values of rows that may differ in length."""
-
-    selected: tuple[Tensor, Tensor] | None = None
-    compressed: tuple[Tensor, Tensor | None] | None = None  # no values where keys are means
-    window: tuple[Tensor, Tensor] | None = None  # of the w-1 tokens before the new ones, and theirs
-
-
-def cached_keys(cache: Cache, new: NewTokens) -> CachedKeys:
-    compressed = cache.compressed(new) if cache.spec.compresses or cache.spec.pools else None
-    window = None
-    if new.window_k is not None and new.window_v is not None:
-        window = new.window_k, new.window_v
-    return CachedKeys(cache.all(new) if cache.keeps_tokens else None, compressed, window)
-
-
-def attend_tokens(
-    q: Tensor, gates: Tensor | None, keys: CachedKeys, t: Tensor, longest: int, spec: AttentionSpec,
-    scorer: TokenScorer | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Queries at positions t [B, C] of their rows of keys. Returns their output [B, C, H, Dv], and how many keys they
-    read [B, C, G]. longest: tokens of the longest row."""
-    config, heads, branches = spec.blocks, q.shape[2], spec.branches
-    pairs = [pair for pair in keys if pair is not None]
-    groups, blocks = pairs[0][0].shape[2], config.num_blocks(longest)
-    by_compressed = spec.selects and scorer is None
-    per_query = [heads * (config.num_compressed(longest) + config.window)]
-    if keys.selected is not None:
-        k, v = keys.selected
-        per_query += [groups * config.selected_tokens * (k.shape[3] + v.shape[3])]
-    if scorer is not None:
-        per_query.append(scorer.queries.shape[2] * longest)
-
-    def run(rows: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        at = t[:, part]
-        outs: dict[str, Tensor] = {}
-        reads: list[Tensor] = []
-        block_indices = None
-        if keys.compressed is not None and ("compressed" in branches or by_compressed):
-            k, values = keys.compressed
-            p, visible = compressed_weights(rows, k, at, config)
-            reads.append(visible.sum(-1)[..., None].expand(-1, -1, groups))
-            if "compressed" in branches:
-                assert values is not None
-                outs["compressed"] = torch.einsum("bgchs,bsgd->bcghd", p.to(rows.dtype), values.to(rows.dtype))
-            if by_compressed:
-                importance = block_importance(p.sum(3), 0, blocks, config)
-                block_indices = select(importance, at[:, None], config).transpose(1, 2)
-        if spec.selects:
-            assert keys.selected is not None
-            if scorer is not None:
-                block_indices = choose_at(scorer, part, at, config)
-            assert block_indices is not None
-            outs["selected"], read = _selected(rows, at, block_indices, *keys.selected, config)
-            reads.append(read)
-        if "window" in branches:
-            assert keys.window is not None
-            outs["window"], read = _window(rows, at, part, *keys.window, config)
-            reads.append(read)
-        flat = {name: out.flatten(2, 3) for name, out in outs.items()}
-        out = flat[branches[0]] if gates is None else combine(gates[:, part], flat)
-        return out, torch.stack(reads).sum(0)
-
-    return in_chunks(run, q, groups, max(per_query))
-
-
-def _selected(
-    rows: Tensor, t: Tensor, block_indices: Tensor, k: Tensor, v: Tensor, config: NSAConfig
-) -> tuple[Tensor, Tensor]:
-    """Output [B, C, G, h, Dv] of queries at positions t [B, C], and keys read [B, C, G]."""
-    inside = torch.arange(config.select_block, device=rows.device)
-    token = (block_indices[..., None] * config.select_block + inside).flatten(-2).long()
-    visible = (block_indices >= 0).repeat_interleave(config.select_block, -1) & (token <= t[..., None, None])
-    token = torch.where(visible, token, 0)
-    row = torch.arange(rows.shape[0], device=rows.device)[:, None, None, None]
-    group = torch.arange(rows.shape[2], device=rows.device)[:, None]
-    s = torch.einsum("bcghd,bcgsd->bcghs", rows, k[row, token, group].to(rows.dtype))
-    p = softmax(s, visible[..., None, :])
-    return torch.einsum("bcghs,bcgsd->bcghd", p, v[row, token, group].to(rows.dtype)), visible.sum(-1)
-
-
-def _window(rows: Tensor, t: Tensor, part: slice, k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    # new token c sees entries c … c+w-1 of the window context, where they exist
-    keys = slice(part.start, part.stop - 1 + config.window)
-    k, v = k[:, keys].to(rows.dtype), v[:, keys].to(rows.dtype)
-    entry = torch.arange(k.shape[1], device=rows.device)
-    back = torch.arange(rows.shape[1], device=rows.device)[:, None] + config.window - 1 - entry
-    visible = (back >= 0) & (back < config.window) & (t[..., None] - back >= 0)
-    s = torch.einsum("bcghd,bsgd->bgchs", rows, k)
-    p = softmax(s, visible[:, None, :, None])
-    out = torch.einsum("bgchs,bsgd->bcghd", p, v)
-    return out, visible.sum(-1)[..., None].expand(-1, -1, rows.shape[2])
-
-
-# ------------------------------------------------------------ in PyTorch: dense
-
-
-def cached_dense_route(q: Tensor, cache: Cache, new: NewTokens) -> tuple[str, str | None]:
-    """What `cached_dense_attention` runs: (name, why not PyTorch's SDPA kernel)."""
-    if not q.is_cuda:
-        return "reference", f"SDPA for new tokens needs a CUDA device: they are on {q.device.type}"
-    if q.dtype not in (torch.bfloat16, torch.float16) or q.dtype != cache.dtype:
-        found = " and ".join(str(dtype).removeprefix("torch.") for dtype in (q.dtype, cache.dtype))
-        return "reference", f"SDPA needs tokens and cache in the same half precision: here {found}"
-    if (dk := cache.key["head_dim"]) != (dv := cache.key["value_dim"]):
-        return "reference", f"SDPA needs Dk = Dv: here Dk={dk} and Dv={dv}"
-    if not new.aligned or new.padded:
-        return "reference", "SDPA has one causal mask for all rows, and the rows differ in position or length"
-    return "sdpa", None
-
-
-def cached_dense_attention(q: Tensor, cache: Cache, new: NewTokens) -> Tensor:
-    width, heads = q.shape[1:3]
-    k, v = cache.all(new)
-    groups = k.shape[2]
-    if cached_dense_route(q, cache, new)[0] == "sdpa":
-        # the kernel does not count: every key up to the query
-        cache.reads = (new.positions + 1)[..., None].expand(-1, -1, groups)
-        # here, since it imports torch._dynamo, a second at every start
-        from torch.nn.attention.bias import causal_lower_right
-
-        # aligned to the lower right: the last query sees every key
-        bias = causal_lower_right(width, k.shape[1])
-        with without_autocast(q.device.type):
-            out = F.scaled_dot_product_attention(
-                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias, enable_gqa=True
-            )
-        return out.transpose(1, 2)
-    s_index = torch.arange(k.shape[1], device=q.device)
-
-    def attend(rows: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        visible = s_index <= new.positions[:, part, None]
-        p = softmax(torch.einsum("bcghd,bsgd->bgchs", rows, k.to(rows.dtype)), visible[:, None, :, None])
-        out = torch.einsum("bgchs,bsgd->bcghd", p, v.to(rows.dtype)).flatten(2, 3)
-        return out, visible.sum(-1)[..., None].expand(-1, -1, groups)
-
-    out, cache.reads = in_chunks(attend, q, groups, heads * k.shape[1])
-    return out
-
-
-# ------------------------------------------------------------ in PyTorch: shared
-
-
-def in_chunks(
-    attend: Callable[[Tensor, slice], tuple[Tensor, Tensor]], q: Tensor, groups: int, per_query: int
-) -> tuple[Tensor, Tensor]:
-    """`attend(rows, part)` for chunks of the queries, joined: output [B, C, H, Dv] in q's dtype, keys read [B, C, G].
-
-    rows: scaled queries [B, part, G, h, Dk] in the dtype to compute in; as in the whole-sequence operator, scores and
-    selection must not be computed in half precision. per_query: numbers that a query needs, see `query_chunks`.
-    """
-    outs, reads = [], []
-    with without_autocast(q.device.type):
-        for part in query_chunks(q.shape[1], q.shape[0] * per_query):
-            rows = q[:, part].unflatten(2, (groups, -1)).to(compute_dtype(q)) * q.shape[-1] ** -0.5
-            out, read = attend(rows, part)
-            outs.append(out)
-            reads.append(read)
-    return torch.cat(outs, dim=1).to(q.dtype), torch.cat(reads, dim=1)
-
-
-def query_chunks(width: int, per_query: int) -> Iterator[slice]:
-    """Slices of `width` queries that need at most _CHUNK_NUMBERS numbers each, at `per_query` per query."""
-    chunk = max(1, _CHUNK_NUMBERS // per_query)
-    for first in range(0, width, chunk):
-        yield slice(first, min(first + chunk, width))

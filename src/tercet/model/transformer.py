@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tercet.attention.checks import check_max_seqlen, make_packing
+from tercet.attention.hardware import kernels_run_on
 from tercet.attention.layout import Packing
 from tercet.model.attention import Attention, check_lengths_have_cache
 from tercet.model.config import ModelConfig
-from tercet.model.ffn import SwiGLU
 from tercet.model.layers import build_layer
 from tercet.model.loss import cross_entropy
 from tercet.model.rope import RopeCache, Rotary, rope_cache
@@ -27,6 +27,28 @@ __all__ = ["Block", "ModelConfig", "Transformer"]
 
 # Statistics measure how well blocks are chosen on at least this many queries per sequence.
 MEASURED_QUERIES = 8
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) · up(x)) (arXiv 2002.05202); gate and up are one matrix, for one larger matmul.
+
+    backend: "reference" uses PyTorch only, as in attention; otherwise the gradient kernel runs wherever it can.
+    """
+
+    def __init__(self, dim: int, ffn_dim: int, backend: str = "auto") -> None:
+        super().__init__()
+        self.backend = backend
+        self.gate_up = nn.Linear(dim, 2 * ffn_dim, bias=False)
+        self.down = nn.Linear(ffn_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.gate_up(x)
+        if self.backend != "reference" and torch.is_grad_enabled() and kernels_run_on(y):
+            from tercet.model.swiglu import SiluMul
+
+            return self.down(SiluMul.apply(y))
+        gate, up = y.chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
 
 
 class Block(nn.Module):

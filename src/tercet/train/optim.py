@@ -13,7 +13,7 @@ from torch.optim._muon import _adjust_lr
 
 from tercet.config.sections import TrainConfig
 from tercet.model.attention import Attention
-from tercet.model.ffn import SwiGLU
+from tercet.model.transformer import SwiGLU
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -23,7 +23,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from tercet.attention.config import NSAConfig
 from tercet.attention.layout import WHOLE, Packing, RowMap, Span, move_rows
 from tercet.attention.operator import AttentionInputs, attend
-from tercet.attention.selector import TokenScorer, own_scorer, pool_keys, slow_channels
+from tercet.attention.selector import TokenScorer, own_scorer, slow_channels
 from tercet.attention.spec import SCORERS, AttentionSpec, block_sparse
 from tercet.interop.huggingface.support import (
     LOCAL,
@@ -37,7 +37,6 @@ from tercet.interop.huggingface.support import (
     unsupported,
 )
 from tercet.model.config import ModelConfig
-from tercet.model.decode import CachedKeys, attend_tokens, query_chunks
 from tercet.parse import first_problem
 
 _HIDDEN = -9984.0  # additive masks hide a key by -inf, the dtype's minimum or -10,000, here as bfloat16
@@ -238,15 +237,8 @@ class Documents(NamedTuple):
     """B·T tokens -> packed tokens; None if nothing is padding."""
 
 
-class Positions(NamedTuple):
-    """New tokens after a cache with padding."""
-
-    order: Tensor
-    """[B, S]: each row's columns, real tokens first."""
-    t: Tensor
-    """[B, T]: positions of the new tokens among the real ones."""
-    lowest: int
-    highest: int
+Rows = list[tuple[Tensor, Tensor]]
+"""Of each row: columns of its real tokens among cached and new ones, and which of the new tokens are real."""
 
 
 class BatchLayout:
@@ -309,14 +301,14 @@ class BatchLayout:
             rows = RowMap(column, torch.ones_like(column, dtype=torch.bool), place, real)
         return Documents(packing, rows)
 
-    def positions(self, q: Tensor, keys: int, position_ids: Tensor | None) -> Positions | None:
-        """Of new tokens after a cache; None if nothing is padding."""
+    def rows(self, q: Tensor, keys: int, position_ids: Tensor | None) -> Rows | None:
+        """New tokens after a cache, by row; None if nothing is padding."""
         if q.device not in self._found:
-            self._found[q.device] = self._find_positions(q, keys, position_ids)
-        found: Positions | None = self._found[q.device]
+            self._found[q.device] = self._find_rows(q, keys, position_ids)
+        found: Rows | None = self._found[q.device]
         return found
 
-    def _find_positions(self, q: Tensor, keys: int, position_ids: Tensor | None) -> Positions | None:
+    def _find_rows(self, q: Tensor, keys: int, position_ids: Tensor | None) -> Rows | None:
         width = q.shape[1]
         column = torch.arange(keys - width, keys, device=q.device)
         real = None if self.real is None else self.real.to(q.device)
@@ -331,10 +323,7 @@ class BatchLayout:
                     f"position_ids {given[wrong.any(1)][0, 0].item()} … do not continue the {keys - width} tokens of "
                     "the cache: packed documents cannot be continued, pass use_cache=False"
                 )
-        if real is None:
-            return None
-        t = t.clamp(min=0)  # padding before any token
-        return Positions(torch.argsort(~real, dim=1, stable=True), t, int(t.min()), int(t.max()))
+        return None if real is None else [(row.nonzero()[:, 0], row[-width:].nonzero()[:, 0]) for row in real]
 
 
 class LocalMask:
@@ -444,7 +433,7 @@ def layer_attention(
         return _read_chosen(q, k, v, block_indices, size, attention_mask, position_ids), None
     spec, channels = attention_mask.settings.of_layer(module), attention_mask.settings.channels(module, q)
     if k.shape[1] > q.shape[1]:
-        return _continue(q, k, v, spec, channels, attention_mask.positions(q, k.shape[1], position_ids)), None
+        return _continue(q, k, v, spec, channels, attention_mask.rows(q, k.shape[1], position_ids)), None
     documents = attention_mask.documents(q, position_ids, cu_seq_lens_q)
     if documents is None:
         return _attend(q, k, v, spec, channels), None
@@ -476,7 +465,7 @@ def _read_chosen(
     """Attention over the blocks that a model chose, which count columns, padding included."""
     first, count = k.shape[1] - q.shape[1], chosen.shape[-1]
     if first:
-        layout.positions(q, k.shape[1], position_ids)  # which checks them
+        layout.rows(q, k.shape[1], position_ids)  # which checks them
     elif (documents := layout.documents(q, position_ids, None)) is not None and documents.rows is None:
         raise UnsupportedError("position_ids restart within a row, but the model's own blocks would reach across")
     if layout.real is not None:
@@ -496,38 +485,30 @@ def _read_chosen(
 
 
 def _continue(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, channels: Tensor | None, positions: Positions | None
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, channels: Tensor | None, rows: Rows | None
 ) -> Tensor:
     """New tokens after a cache. Means of keys are pooled again from all cached keys."""
     width, first, reads_all = q.shape[1], k.shape[1] - q.shape[1], spec.reads_all_below
-    if positions is None:
-        split = min(max(reads_all - first, 0), width)
-        outs = []
-        if split:
-            outs.append(_read_all(q[:, :split], k[:, : first + split], v[:, : first + split]))
-        if split < width:
-            later = replace(spec, dense_below=0)
-            outs.append(_attend(q[:, split:], k, v, later, channels, span=Span(first + split)))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
-    row = torch.arange(q.shape[0], device=q.device)[:, None]
-    k, v = (x[row, positions.order] for x in (k, v))
-    if positions.highest < reads_all:
-        return _read_all(q, k, v, positions.t)
-    keys = CachedKeys((k, v), (pool_keys(k, spec.blocks), None) if spec.pools else None)
-    out, _ = attend_tokens(q, None, keys, positions.t, k.shape[1], spec, _scorer(q, k, spec, channels))
-    if positions.lowest < reads_all:
-        early = (positions.t < reads_all)[..., None, None]
-        out = torch.where(early, _read_all(q, k, v, positions.t), out)
-    return out
+    if rows is not None:
+        out = q.new_zeros(*q.shape[:3], v.shape[3])
+        for b, (columns, new) in enumerate(rows):
+            if len(new):
+                own_k, own_v = (x[b : b + 1, columns] for x in (k, v))
+                out[b, new] = _continue(q[b : b + 1, new], own_k, own_v, spec, channels, None)[0]
+        return out
+    split = min(max(reads_all - first, 0), width)
+    outs = []
+    if split:
+        outs.append(_read_all(q[:, :split], k[:, : first + split], v[:, : first + split]))
+    if split < width:
+        later = replace(spec, dense_below=0)
+        outs.append(_attend(q[:, split:], k, v, later, channels, span=Span(first + split)))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
-def _read_all(q: Tensor, k: Tensor, v: Tensor, t: Tensor | None = None) -> Tensor:
-    """Dense attention of queries at positions t of their rows, by default at the end."""
-    if t is None:
-        return _sdpa(q, k, v, causal_lower_right(q.shape[1], k.shape[1]) if q.shape[1] > 1 else None)
-    column = torch.arange(k.shape[1], device=q.device)
-    parts = query_chunks(q.shape[1], q.shape[0] * q.shape[2] * k.shape[1])
-    return torch.cat([_sdpa(q[:, part], k, v, (column <= t[:, part, None])[:, None]) for part in parts], dim=1)
+def _read_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Dense attention of the last queries of a sequence."""
+    return _sdpa(q, k, v, causal_lower_right(q.shape[1], k.shape[1]) if q.shape[1] > 1 else None)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
