@@ -71,26 +71,30 @@ class AttentionStats:
         For part of a sequence, `positions` [T] are its tokens' positions in their documents, and `before` [B, 1, G, n]
         is the selection of the token before it.
         """
-        if not self.enabled or _recomputing() or (gates is None and block_indices is None):
+        if not self._counts or (gates is None and block_indices is None):
             return
         with _hidden_from_checkpointing():
-            self._update(gates, block_indices, packing, positions, before)
+            self._update(gates, block_indices, positions if packing is None else packing.position, before)
 
     @torch.no_grad()
     def update_selector(self, quality: ChoiceQuality | None) -> None:
         """Count the loss of a learned selector, and the attention that its choice captures."""
-        if quality is None or not self.enabled or _recomputing():
-            return
-        with _hidden_from_checkpointing():
-            self._add_quality(quality)
+        if quality is not None and self._counts:
+            with _hidden_from_checkpointing():
+                self._add_quality(quality)
 
     @torch.no_grad()
     def update_choice(self, q: Tensor, k: Tensor, rows: Tensor, block_indices: Tensor, packing: Packing | None) -> None:
         """Count the attention captured by a choice that was not learned. See `selector.measure_choice`."""
-        if not self.enabled or _recomputing():
-            return
-        with _hidden_from_checkpointing():
-            self._add_quality(measure_choice(q, k, rows, block_indices, packing, self.config))
+        if self._counts:
+            with _hidden_from_checkpointing():
+                self._add_quality(measure_choice(q, k, rows, block_indices, packing, self.config))
+
+    @property
+    def _counts(self) -> bool:
+        """Recomputation by activation checkpointing is already counted."""
+        recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        return self.enabled and not recomputing
 
     def _add_quality(self, quality: ChoiceQuality) -> None:
         *means, queries = quality
@@ -102,12 +106,7 @@ class AttentionStats:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def _update(
-        self,
-        gates: Tensor | None,
-        block_indices: Tensor | None,
-        packing: Packing | None,
-        positions: Tensor | None,
-        before: Tensor | None,
+        self, gates: Tensor | None, block_indices: Tensor | None, positions: Tensor | None, before: Tensor | None
     ) -> None:
         device = (block_indices if gates is None else gates).device  # type: ignore[union-attr]
 
@@ -116,8 +115,6 @@ class AttentionStats:
 
         sums = [zeros(1 + len(_GATES)) if gates is None else _gate_sums(gates, self.branches)]
         if block_indices is not None:
-            if positions is None and packing is not None:
-                positions = packing.position
             selection, histogram = self._selection_sums(block_indices, positions, before)
             sums.append(selection)
             self._histogram = histogram if self._histogram is None else self._histogram + histogram
@@ -209,11 +206,6 @@ def _distance_histogram(distance: Tensor) -> Tensor:
     bucket_start = (torch.ones_like(k) << k) >> 1  # 0, 1, 2, 4, …
     reached = (distance.flatten()[:, None] >= bucket_start).sum(0)
     return reached - torch.nn.functional.pad(reached[1:], (0, 1))
-
-
-def _recomputing() -> bool:
-    """Whether activation checkpointing is recomputing the forward pass, whose statistics are already counted."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _hidden_from_checkpointing() -> AbstractContextManager[object]:

@@ -154,23 +154,62 @@ def _attend_sharded(layer: Attention, x: Tensor, shard: ContextShard, sampled: T
     if spec.compresses:
         assert raw_k is not None
         compressed = _fetch_compressed(layer, raw_k, values["compressed"], shard)
-    call = _ShardedCall(layer, shard, q, None if layer.gate is None else layer.gate(x), compressed, pending)
+    gates = None if layer.gate is None else layer.gate(x)
+    indices: list[Any] = [None for _ in shard.chunks]
     scored_k = None
     if spec.by_tokens:
-        call.indices, scored_k = _choose_blocks(layer, q, keys["selected"], x, shard)
+        indices, scored_k = _choose_blocks(layer, q, keys["selected"], x, shard)
     elif spec.pools:
-        call.indices = _choose_by_mean_keys(layer, q, keys["selected"], shard)
-    if spec.gated:
-        call.run("compressed", "window")
-    call.run("selected", "window", "dense")
-
-    layer.routes = {branch: call.routes[branch] for branch in spec.branches}
-    _update_stats(layer, call.gates, call.indices, shard)
-    out = torch.cat(call.outs, dim=1)
+        indices = _choose_by_mean_keys(layer, q, keys["selected"], shard)
+    outs: list[Tensor] = []
+    routes: dict[str, Route] = {}
+    for group in (("compressed", "window"), ("selected", "dense")) if spec.gated else (spec.branches,):
+        branches = tuple(b for b in spec.branches if b in group)
+        if not branches and not (spec.selects and indices[0] is None):
+            continue
+        results = [
+            # compressed tokens choose the blocks even in a layer without their branch
+            _attend_chunk(layer, shard, chunk, (q, gates, compressed), pending, branches or ("compressed",), chosen)
+            for chunk, chosen in zip(shard.chunks, indices, strict=True)
+        ]
+        indices = [result.block_indices for result in results]
+        if branches:
+            found = [result.out for result in results]
+            outs = [a + b for a, b in zip(outs, found, strict=True)] if outs else found
+            routes |= dict.fromkeys(branches, Route(*results[0].route))
+    layer.routes = {branch: routes[branch] for branch in spec.branches}
+    _update_stats(layer, gates, indices, shard)
+    out = torch.cat(outs, dim=1)
     if layer.selector is not None and scored_k is not None and sampled is not None:
         selected_k, _ = pending["selected"]()
-        out = _with_selector_loss(layer, out, x, scored_k, q, selected_k, call.indices, sampled, shard)
+        out = _with_selector_loss(layer, out, x, scored_k, q, selected_k, indices, sampled, shard)
     return layer.o_proj(out.flatten(2))
+
+
+def _attend_chunk(
+    layer: Attention, shard: ContextShard, chunk: Chunk, inputs: tuple[Any, ...], pending: dict[str, PendingFetch],
+    branches: tuple[str, ...], chosen: Tensor | None,
+) -> Attended:  # fmt: skip
+    """Some branches of the operator on one chunk. inputs: q, gates, and all compressed keys and values."""
+    (q, gates, compressed), spec = inputs, layer.spec
+    kv: dict[str, tuple[Tensor, Tensor]] = {}
+    first_key = {"selected": 0, "window": 0}
+    for branch in branches:
+        if branch != "compressed":
+            name = "selected" if branch == "dense" else branch
+            (k, v), tokens = pending[name](), chunk.ranges[name]
+            kv[name], first_key[name] = (k[:, tokens.rows], v[:, tokens.rows]), tokens.first
+    if spec.gated:  # any tensors for a branch that does not run
+        unread: Any = next(iter(kv.values()), compressed)
+        kv = {"selected": unread, "window": unread} | kv
+    keys, values = ({name: pair[i] for name, pair in kv.items()} for i in range(2))
+    own = AttentionInputs.of_branches(
+        q[:, chunk.rows], compressed, keys, values, None if gates is None else gates[:, chunk.rows]
+    )
+    return attend(
+        own, replace(spec, branches=branches), packing=shard.packing, backend=layer.backend, block_indices=chosen,
+        select=spec.gated and spec.selects, span=Span(chunk.first, first_key["selected"], first_key["window"]),
+    )  # fmt: skip
 
 
 def _fetch_compressed(layer: Attention, raw_k: Tensor, raw_v: Tensor, shard: ContextShard) -> tuple[Tensor, Tensor]:
@@ -182,68 +221,13 @@ def _fetch_compressed(layer: Attention, raw_k: Tensor, raw_v: Tensor, shard: Con
     return _start_fetch(shard.fetch("compressed"), own_k, own_v)()
 
 
-@dataclass
-class _ShardedCall:
-    """The operator on this rank's chunks, a few branches at a time. Lists have one entry per chunk."""
-
-    layer: Attention
-    shard: ContextShard
-    q: Tensor
-    gates: Tensor | None
-    compressed: tuple[Tensor | None, Tensor | None]
-    pending: dict[str, PendingFetch]  # keys and values of the other branches
-    indices: list[Any] = field(default_factory=list)  # selected blocks; empty until known
-    outs: list[Tensor] = field(default_factory=list)  # sum of the branches that have run
-    routes: dict[str, Route] = field(default_factory=dict)
-
-    def run(self, *branches: str) -> None:
-        """Run those of these branches that the layer has and that have not run. The first call also selects blocks if
-        none are given: by the compressed branch, even in a layer that does not use its output."""
-        spec = self.layer.spec
-        wanted = tuple(b for b in spec.branches if b in branches and b not in self.routes)
-        if not wanted and (self.indices or not spec.selects):
-            return
-        results = [self._run_chunk(i, wanted or ("compressed",)) for i in range(len(self.shard.chunks))]
-        self.indices = self.indices or [result.block_indices for result in results]
-        if wanted:
-            outs = [result.out for result in results]
-            self.outs = [a + b for a, b in zip(self.outs, outs, strict=True)] if self.outs else outs
-            self.routes |= dict.fromkeys(wanted, Route(*results[0].route))
-
-    def _run_chunk(self, index: int, branches: tuple[str, ...]) -> Attended:
-        chunk, spec = self.shard.chunks[index], self.layer.spec
-        kv: dict[str, tuple[Tensor, Tensor]] = {}
-        first_key = {"selected": 0, "window": 0}
-        for branch in branches:
-            if branch != "compressed":
-                name = "selected" if branch == "dense" else branch
-                (k, v), tokens = self.pending[name](), chunk.ranges[name]
-                kv[name], first_key[name] = (k[:, tokens.rows], v[:, tokens.rows]), tokens.first
-        if spec.gated:  # any tensors for a branch that does not run
-            unread: Any = next(iter(kv.values()), self.compressed)
-            kv = {"selected": unread, "window": unread} | kv
-        keys, values = ({name: pair[i] for name, pair in kv.items()} for i in range(2))
-        gates = None if self.gates is None else self.gates[:, chunk.rows]
-        return attend(
-            AttentionInputs.of_branches(self.q[:, chunk.rows], self.compressed, keys, values, gates),
-            replace(spec, branches=branches), packing=self.shard.packing, backend=self.layer.backend,
-            block_indices=self.indices[index] if self.indices else None,
-            select=spec.gated and spec.selects,
-            span=Span(chunk.first, first_key["selected"], first_key["window"]),
-        )  # fmt: skip
-
-
-def _options(layer: Attention, shard: ContextShard) -> dict[str, Any]:
-    return {"config": layer.config, "packing": shard.packing, "backend": layer.backend}
-
-
 def _choose_by_mean_keys(layer: Attention, q: Tensor, k: Tensor, shard: ContextShard) -> list[Tensor]:
     """block_indices of each chunk by the means of blocks of keys."""
     with torch.no_grad():
         raw = shard.fetch("raw")(k[0])[None]
         means = mean_keys(raw[:, shard.compressed_tokens[0]])
         keys = shard.fetch("compressed")(means[0])[None]
-    options = _options(layer, shard)
+    options: Any = {"config": layer.config, "packing": shard.packing, "backend": layer.backend}
     return [select_by_keys(q[:, c.rows], keys, span=Span(c.first), **options) for c in shard.chunks]
 
 
@@ -257,11 +241,9 @@ def _choose_blocks(
     else:
         scorer = own_scorer(q, k, layer.score_channels, layer.spec)
     scorer = scorer.with_keys(shard.fetch("selected"))
-    found = []
-    for chunk in shard.chunks:
-        tokens = chunk.ranges["selected"]
-        here = scorer.of_rows(chunk.rows, tokens.rows)
-        found.append(choose_blocks(here, span=Span(chunk.first, tokens.first), **_options(layer, shard)))
+    options: Any = {"config": layer.config, "packing": shard.packing, "backend": layer.backend}
+    tokens = [(chunk, chunk.ranges["selected"]) for chunk in shard.chunks]
+    found = [choose_blocks(scorer.of_rows(c.rows, t.rows), span=Span(c.first, t.first), **options) for c, t in tokens]
     return found, scorer.keys
 
 

@@ -82,33 +82,18 @@ class Exchange:
     def send(self, rows: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> tuple[Any, Tensor]:
         """All-to-all of rows that are sorted by receiver. Returns a handle to wait on and the received rows."""
         device = rows.device
-        if staged_on_host(self.group, device):
+        # Ranks that share a GPU: gloo's own handling of GPU tensors in functional collectives segfaults (torch 2.11).
+        staged = device.type == "cuda" and self.group._get_backend(device).name() == "gloo"
+        if staged:
             rows = rows.cpu()
         received = rows.new_empty(sum(receive_sizes), *rows.shape[1:])
         work: Any = dist.all_to_all_single(received, rows, receive_sizes, send_sizes, group=self.group, async_op=True)
         self._count_bytes(received.numel() * received.element_size())
         self._buffers = (rows, received)  # must stay alive until the transfer ends
-        if received.device != device:
-            work = _CopyToDevice(work, received, torch.empty_like(received, device=device))
-            received = work.target
+        if staged:
+            work.wait()
+            received = received.to(device)
         return work, received
-
-
-def staged_on_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether gloo carries GPU tensors for this group, as for ranks that share a GPU. They are copied to the host
-    first: gloo's own handling of GPU tensors in functional collectives segfaults (torch 2.11)."""
-    return device.type == "cuda" and group._get_backend(device).name() == "gloo"
-
-
-class _CopyToDevice:
-    """Handle of a transfer on the host; waiting for it copies the result to the device."""
-
-    def __init__(self, work: Any, source: Tensor, target: Tensor) -> None:
-        self._work, self._source, self.target = work, source, target
-
-    def wait(self) -> None:
-        self._work.wait()
-        self.target.copy_(self._source)
 
 
 class _Begin(torch.autograd.Function):
