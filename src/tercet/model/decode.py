@@ -142,23 +142,34 @@ def attend_cached(
     inputs: AttentionInputs, cache: Cache, new: NewTokens, scorer: TokenScorer | None, backend: str
 ) -> Attended:
     """New tokens after those of the cache, which holds them already. inputs: those of the new tokens."""
-    rows = [slice(None)] if new.first is not None else [slice(b, b + 1) for b in range(cache.batch)]
-    q, spec = inputs.q, cache.spec
+    if new.first is not None:
+        found, cache.reads = _attend_rows(inputs, cache, new, slice(None), scorer, backend)
+        return found
+    q = inputs.q
     out = q.new_zeros(*q.shape[:3], cache.key["value_dim"])
-    cache.reads = torch.zeros(*q.shape[:2], cache.key["kv_heads"], dtype=torch.int64, device=q.device)
-    for row in rows:
-        first, count = new.before[row.start or 0], new.added[row.start or 0]
-        if not count:
-            continue
-        own, span = _query_range(inputs, cache, new, row, first, count)
-        chooser = None if scorer is None else scorer.of_rows(slice(count), slice(first + count), row)
-        found = attend(own, spec, backend=backend, span=span, scorer=chooser)
-        out[row, :count] = found.out
-        if found.route[0] == "triton":  # the whole-sequence kernels do not count
-            cache.reads = None
-        elif cache.reads is not None:
-            cache.reads[row, :count] = count_keys(own, spec, found.branches, found.block_indices, span)
+    reads = torch.zeros(*q.shape[:2], cache.key["kv_heads"], dtype=torch.int64, device=q.device)
+    for b, count in enumerate(new.added):
+        if count:
+            found, read = _attend_rows(inputs, cache, new, slice(b, b + 1), scorer, backend)
+            out[b, :count] = found.out[0]
+            if read is not None:
+                reads[b, :count] = read[0]
+    cache.reads = None if read is None else reads
     return found._replace(out=out)
+
+
+def _attend_rows(
+    inputs: AttentionInputs, cache: Cache, new: NewTokens, rows: slice, scorer: TokenScorer | None, backend: str
+) -> tuple[Attended, Tensor | None]:
+    """Rows that agree in length, without their padding, and how many keys each query read; None: not counted."""
+    first, count = new.before[rows.start or 0], new.added[rows.start or 0]
+    own, span = _query_range(inputs, cache, new, rows, first, count)
+    chooser = None if scorer is None else scorer.of_rows(slice(count), slice(first + count), rows)
+    found = attend(own, cache.spec, backend=backend, span=span, scorer=chooser)
+    # the whole-sequence kernels do not count
+    on_kernels = found.route[0] == "triton"
+    read = None if on_kernels else count_keys(own, cache.spec, found.branches, found.block_indices, span)
+    return found._replace(out=found.out.to(inputs.q.dtype)), read
 
 
 def check_kernels(layer: Any, x: Tensor, cache: Cache) -> None:
