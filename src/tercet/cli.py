@@ -319,14 +319,17 @@ def _load(
 
     saved: the file, if it is the config.toml of a run whose origins count.
     """
-    from tercet.config.flags import bind, config_help, function_options, help_topic, key_options, option_value
-    from tercet.config.flags import read_arguments as read
+    from tercet.config.flags import Parser, bind, config_help, function_options, help_topic, key_options, read_arguments
+    from tercet.config.keys import Key
     from tercet.config.load import FLAG, Layer, as_none, keep_origins, merge, read_layers
 
-    preset, file = option_value(arguments, "preset"), option_value(arguments, "config")
+    # Needed before the rest is parsed, for defaults.
+    first = Parser(prog, {"": [Key(name, str) for name in ("preset", "config", "resume", "run.dir")]})
+    given = vars(first.parse_known_args([a for a in arguments if a not in ("-h", "--help")])[0])
+    preset, file = given.get("preset"), given.get("config")
     training, first_rank = command is train, os.environ.get("LOCAL_RANK", "0") == "0"
     if training and preset is None and file is None:
-        saved = _resumed_config(option_value(arguments, "resume"), option_value(arguments, "run.dir"))
+        saved = _resumed_config(given.get("resume"), given.get("run.dir"))
         file = None if saved is None else str(saved)
     layers = read_layers(preset, file)
     values = {key: as_none(key, value) for layer in layers for key, value in layer.values.items()}
@@ -334,8 +337,9 @@ def _load(
     if (topic := help_topic(arguments)) is not None:
         print(printable(config_help(topic, own, keys, prog=prog, about=command.__doc__ or "")))
         raise SystemExit(0)
-    flags = read(arguments, keys | own, prog=prog)
-    options = bind(command, {name: flags.pop(name) for name in own if name in flags}, own)
+    flags = read_arguments(arguments, keys | own, prog=prog)
+    own_flags = {name: flags.pop(name) for name in own if name in flags}
+    options = bind(command, {name: value for name, value in own_flags.items() if name not in ("preset", "config")})
     resume = options.get("resume")
     if training:
         _check_resume(resume)

@@ -69,6 +69,8 @@ class NSAConfig:
     Compressed token i covers tokens [i·d, i·d + l); selection block j covers [j·l', (j+1)·l').
     """
 
+    __pydantic_config__ = {"use_attribute_docstrings": True}  # noqa: RUF012  (not a field)
+
     compress_block: int = 32
     """l: tokens per compressed token."""
     compress_stride: int = 16

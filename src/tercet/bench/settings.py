@@ -41,8 +41,7 @@ def parse_settings(text: str, own: Mapping[str, str]) -> dict[str, Any]:
     for key, value in (pair.split("=", 1) for pair in pairs):
         if key in own:
             raise UsageError(f"--settings {key}={value}: this benchmark sets {key} itself; use {own[key]}")
-        is_list = key in options and options[key].many and not options[key].one_for_all
-        settings[key] = options[key].parts(value) if is_list else value
+        settings[key] = options[key].value([value]) if key in options else value
     return settings
 
 

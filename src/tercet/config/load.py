@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from tercet.atomic_io import write_json, write_text
-from tercet.config.keys import Key, all_keys, flatten, flatten_table, nest, suggestion
+from tercet.config.keys import all_keys, flatten, flatten_table, nest, suggestion
 from tercet.config.retired import ignored, refused, without_retired
 from tercet.config.schema import RunConfig
 from tercet.config.sections import StageConfig
@@ -91,7 +91,7 @@ def merge(layers: list[Layer]) -> Loaded:
     try:
         config = RunConfig.model_validate(nest(values))
     except ValidationError as error:
-        raise ConfigError(explain(error, values, origins, all_keys())) from None
+        raise ConfigError(explain(error, values, origins)) from None
     return Loaded(config, origins, tuple(notes))
 
 
@@ -216,53 +216,45 @@ def _check_key(path: str, origin: str) -> None:
 
 
 def as_none(path: str, value: Any) -> Any:
-    """Convert "none" to None for optional keys: TOML has no null."""
+    """Convert "none" to None for optional keys: TOML and command lines have no null."""
     key = all_keys().get(path)
-    return None if value == "none" and key is not None and key.optional else value
+    return None if value in ("none", "None") and key is not None and key.optional else value
 
 
-# type of a pydantic error -> our rule; the others are values of a wrong type.
-_RULES = {
-    "greater_than_equal": "must be at least {ge}",
-    "greater_than": "must be above {gt}",
-    "less_than_equal": "must be at most {le}",
-    "less_than": "must be below {lt}",
-    "finite_number": "must be a finite number",
-    "string_too_short": "must have at least {min_length} character",
-    "value_error": "{error}",
-    "missing": "is missing",
-    "extra_forbidden": "is unknown",
-}
-
-
-def explain(
-    error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str], keys: Mapping[str, Key],
-    table: str = "",
-) -> str:  # fmt: skip
+def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str], table: str = "") -> str:
     """A validation error in one line: key, value, origin and rule. table: what was validated, if not everything."""
-    problems: dict[str, str] = {}
+    problems: dict[str, list[str]] = {}
     for problem in error.errors(include_url=False):
-        path = ".".join([*filter(None, [table]), *map(str, problem["loc"])])
-        name = next((k for k in values if path == k or path.startswith(f"{k}.")), path)
-        entry, _, field = path.removeprefix(f"{name}.").partition(".")  # of a list; for a union, a type
-        if not entry.isdigit() or (problem["type"] == "missing" and not field):
-            entry = field = ""
-        limits = {k: int(v) if isinstance(v, float) and v == int(v) else v for k, v in problem.get("ctx", {}).items()}
-        rule = _RULES.get(problem["type"], "").format_map(limits)
-        if name in keys and keys[name].kinds and not field and (not rule or problem["type"] == "missing"):
-            rule = keys[name].expected(problem["input"], entry=bool(entry))
-        rule = rule or problem["msg"].replace("Input should be", "must be").partition(", ")[0]
-        if entry:
-            rule = f"{field} of entry {int(entry) + 1}: {rule}" if field else f"entry {int(entry) + 1}: {rule}"
-        shown = f"{name}={_shown(values[name])} ({origins[name]})" if name in values else name
-        problems.setdefault(name, f"{shown}: {rule}" if shown else rule)
-    first, *more = problems.values()
-    return first + (f" (and {len(more)} more)" if more else "")
+        place = [*filter(None, [table]), *problem["loc"]]
+        path = ".".join(map(str, place))
+        name = next((key for key in values if path == key or path.startswith(f"{key}.")), path)
+        inside = place[name.count(".") + 1 :]  # of a list: the entry and its field; of a union: a type
+        entry = next((i for i, part in enumerate(inside) if isinstance(part, int)), None)
+        known, parsed = all_keys().get(name), problem["type"].endswith(("_parsing", "_type"))
+        rule = problem["msg"].replace("Input should be", "must be")
+        if problem["type"] == "value_error":
+            rule = str(problem["ctx"]["error"])
+        elif parsed:
+            rule = rule.partition(", ")[0]
+        if entry is not None:
+            field = ".".join(map(str, inside[entry + 1 :]))
+            rule = f"{field and f'{field} of '}entry {inside[entry] + 1}: {rule}"
+        elif parsed and known and known.default and not known.choices and isinstance(known.default, int | float | str):
+            rule += f", such as {known.default}"
+        rules = problems.setdefault(name, [])
+        rules += [rule] * (rule not in rules)
+    shown = [
+        f"{f'{name}={_shown(values[name], origins[name])} ({origins[name]})' if name in values else name}: "
+        + " or ".join(rules).replace(" or must be ", " or ")
+        for name, rules in problems.items()
+    ]
+    return shown[0].removeprefix(": ") + (f" (and {len(shown) - 1} more)" if len(shown) > 1 else "")
 
 
-def _shown(value: Any) -> str:
-    """A list as on a command line if it comes from there, else as in Python."""
-    return " ".join(map(str, value)) if isinstance(value, tuple) and value else repr(value)
+def _shown(value: Any, origin: str) -> str:
+    """As on a command line if it comes from there, else as in Python."""
+    words = value if isinstance(value, tuple) else (value,)
+    return " ".join(map(str, words)) if words and origin == FLAG else repr(value)
 
 
 # The standard library only reads TOML; these two functions write what a configuration needs.

@@ -74,6 +74,8 @@ def is_all_dense(attention: object) -> bool:
 class RopeConfig:
     """RoPE channels that model.rope_scaling applies to."""
 
+    __pydantic_config__ = ConfigDict(use_attribute_docstrings=True)
+
     type: RopeType = "linear"
     """linear: all channels. llama3 and yarn, as in models of these names: low-frequency channels only; high-frequency
     channels keep their frequency."""
