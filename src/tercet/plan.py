@@ -6,12 +6,12 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tercet.config.schema import RunConfig, kernel_warning, uses_cuda_graph
 from tercet.config.sections import resolved_precision
-from tercet.doctor.memory import Fix, find_fixes, fits, step_memory, usable
+from tercet.doctor.memory import Fix, find_fixes, fits, largest_stage, step_memory, usable
 from tercet.errors import TercetError, UsageError
 from tercet.model import cost
 from tercet.telemetry.hardware import (
@@ -78,7 +78,7 @@ class CostPlan:
     warnings: tuple[str, ...]
     fits: bool | None  # None if the device's memory is unknown
     fixes: tuple[Fix, ...]  # settings that would make it fit
-    stages: tuple[StagePlan, ...] = ()
+    stages: tuple[StagePlan, ...]  # one, if there is no train.stages
 
     def as_dict(self) -> dict[str, Any]:
         totals = {"parameters_total": self.parameters.total, "memory_total": self.memory.total}
@@ -101,58 +101,39 @@ def find_device(wanted: str, gpu: str | None = None) -> Device:
 def make_plan(config: RunConfig, device: Device) -> CostPlan:
     """Estimate the cost of a run on this device. Refuses a CUDA graph and a backend where training does."""
     uses_cuda_graph(config, device.type)
-    shuffle = config.largest_shuffle.shuffle_warning(config.data.max_vocab(config.model.vocab_size))
-    warnings = tuple(text for text in (shuffle, kernel_warning(config, device.type)) if text is not None)
-    if not config.train.stages:
-        return replace(_plan_stage(config, config.train.steps, device), warnings=warnings)
-    stages = [(config_of, stage.steps) for config_of, stage in zip(config.stages, config.train.stages, strict=True)]
-    plans = [_plan_stage(stage, steps, device) for stage, steps in stages]
-    seconds = [plan.seconds for plan in plans if plan.seconds is not None]
-    work = sum(plan.tokens * plan.flops_per_token for plan in plans)
-    return replace(
-        max(plans, key=lambda plan: plan.memory.total),
-        tokens=config.total_tokens,
-        flops_per_token=work / config.total_tokens,
-        seconds=sum(seconds) if seconds else None,
-        warnings=warnings,
-        stages=tuple(
-            StagePlan(
-                stage.data.seq_len, steps, stage.train.micro_batch, plan.accumulation, plan.tokens_per_step,
-                stage.model.rope_theta, plan.flops_per_token, plan.memory.total, plan.seconds,
-            )
-            for (stage, steps), plan in zip(stages, plans, strict=True)
-        ),
-    )  # fmt: skip
-
-
-def _plan_stage(config: RunConfig, steps: int, device: Device) -> CostPlan:
-    model, parallel, length = config.model, config.parallel, config.data.seq_len
+    model, parallel = config.model, config.parallel
+    shuffle = config.largest_shuffle.shuffle_warning(config.data.max_vocab(model.vocab_size))
     precision = resolved_precision(config.train.precision, device.type)
-    flops = cost.flops_per_token(model, length, selectors_only=config.train.selector.only)
-    tokens = steps * config.train.tokens_per_step
     # The known peak is bf16 on a GPU and fp32 on a CPU; it says nothing about the other precision.
     peak = device.flops if (precision == "bf16") == device.is_gpu else None
     rate = None if peak is None else peak * device.utilisation * parallel.world_size
-    kinds = model.attention_kinds
-    memory = step_memory(config, precision)
-    fit, fixes = None, []
-    if device.memory is not None:
-        fit = fits(memory.total, device.memory)
-        fixes = [] if fit else find_fixes(config, precision, device.memory, on_gpu=device.is_gpu)
+    stages = []
+    for stage, steps in zip(config.stages, config.train.stage_steps, strict=True):
+        length, tokens = stage.data.seq_len, stage.train.tokens_per_step
+        flops = cost.flops_per_token(model, length, selectors_only=stage.train.selector.only)
+        stages.append(StagePlan(
+            length, steps, stage.train.micro_batch, stage.accumulation, tokens, stage.model.rope_theta, flops,
+            step_memory(stage, precision).total, None if rate is None else steps * tokens * flops / rate,
+        ))  # fmt: skip
+    largest = largest_stage(config, precision)[1]
+    memory, length = step_memory(largest, precision), largest.data.seq_len
+    fit = None if device.memory is None else fits(memory.total, device.memory)
+    fixes = find_fixes(largest, precision, device.memory or 0, on_gpu=device.is_gpu) if fit is False else []
     return CostPlan(
         parameters=cost.parameters(model),
-        tokens_per_step=config.train.tokens_per_step,
-        accumulation=config.accumulation,
-        tokens=tokens,
-        flops_per_token=flops,
-        pairs=sum(cost.attention_pairs(model, kind, length).total for kind in kinds),
-        dense_pairs=len(kinds) * cost.attention_pairs(model, "dense", length).total,
+        tokens_per_step=largest.train.tokens_per_step,
+        accumulation=largest.accumulation,
+        tokens=config.total_tokens,
+        flops_per_token=sum(s.steps * s.tokens_per_step * s.flops_per_token for s in stages) / config.total_tokens,
+        pairs=sum(cost.attention_pairs(model, kind, length).total for kind in model.attention_kinds),
+        dense_pairs=model.layers * cost.attention_pairs(model, "dense", length).total,
         memory=memory,
         device=device,
-        seconds=None if rate is None else tokens * flops / rate,
-        warnings=(),
+        seconds=None if rate is None else sum(stage.seconds or 0 for stage in stages),
+        warnings=tuple(text for text in (shuffle, kernel_warning(config, device.type)) if text is not None),
         fits=fit,
         fixes=tuple(fixes),
+        stages=tuple(stages),
     )
 
 
@@ -163,9 +144,10 @@ def render(config: RunConfig, plan: CostPlan) -> list[str]:
     counts = Counter(kinds)
     mix = kinds[0] if len(counts) == 1 else " + ".join(f"{counts[kind]} {kind}" for kind in counts)
     head = "tied head" if model.tie_embeddings else f"head {quantity(p.head)}"
-    largest = max(range(len(plan.stages)), key=lambda i: plan.stages[i].memory_total, default=0)
-    per_step = f"{quantity(plan.flops_per_token * plan.tokens_per_step, 'FLOP')} per step, " * (not plan.stages)
-    steps = {f"  stage {n}": _step_line(stage) for n, stage in enumerate(config.stages, 1)}
+    largest = max(range(len(plan.stages)), key=lambda i: plan.stages[i].memory_total)
+    per_step = f"{quantity(plan.flops_per_token * plan.tokens_per_step, 'FLOP')} per step, " * (not config.train.stages)
+    stages = zip(config.stages, plan.stages, strict=True)
+    steps = {f"  stage {n}": f"{_step_line(c)}; {_stage_cost(stage)}" for n, (c, stage) in enumerate(stages, 1)}
     rows = {
         "model": f"{plural(model.layers, 'layer')} ({mix}{model.nsa_options}), dim {model.dim}, "
         f"{plural(model.heads, 'query head')} and {plural(model.kv_heads, 'KV head')} of {model.head_dim}, "
@@ -176,7 +158,10 @@ def render(config: RunConfig, plan: CostPlan) -> list[str]:
         "run": f"{config.train.steps:,} steps, {quantity(plan.tokens)} tokens",
         "compute": f"{quantity(plan.flops_per_token, 'FLOP')} per token, {per_step}"
         f"{quantity(plan.flops_per_token * plan.tokens, 'FLOP')} in total (forward and backward)",
-        "attention": _attention_line(plan),
+        "attention": "dense: every query reads all earlier tokens"
+        if plan.pairs == plan.dense_pairs
+        else f"{plan.pairs / plan.dense_pairs:.0%} of the query-key pairs of dense attention at length "
+        f"{plan.stages[largest].seq_len:,}",
         "memory": f"about {size(m.total)} per device at the peak of a step",
         "  weights": f"{size(m.weights)}, gradients {size(m.gradients)}, optimizer {size(m.optimizer)}, "
         f"compute copies {size(m.compute_copies)}",
@@ -186,10 +171,8 @@ def render(config: RunConfig, plan: CostPlan) -> list[str]:
         "fit": f"\n{'':12}".join(_fit_lines(plan, config, largest)),
         "time": _time_line(plan),
     }
-    if plan.stages:
+    if config.train.stages:
         rows["memory"] += f", in stage {largest + 1}"
-        rows["attention"] = rows["attention"].replace("this length", f"length {plan.stages[largest].seq_len:,}")
-        rows["stages"] = f"\n{'':12}".join(_stage_table(plan))
     notes = [("warning", text) for text in plan.warnings]
     if config.run.device == "auto" and not plan.device.is_gpu:
         notes.append(("hint", "no GPU found: plan for one with --gpu H200"))
@@ -213,17 +196,10 @@ def _fit_lines(plan: CostPlan, config: RunConfig, stage: int) -> list[str]:
     return [f"does not fit: {left}; {'each of these' if len(fixes) > 1 else 'this'} would make it fit:", *fixes]
 
 
-def _stage_table(plan: CostPlan) -> list[str]:
-    """Steps, cost, memory and time of each stage."""
-    rows = [("", "steps", "length", "rope_theta", "FLOP per token", "memory", "time")]
-    for n, stage in enumerate(plan.stages, 1):
-        time = "unknown" if stage.seconds is None else duration(stage.seconds)
-        rows.append((
-            f"{n}", f"{stage.steps:,}", f"{stage.seq_len:,}", f"{stage.rope_theta:g}",
-            quantity(stage.flops_per_token), size(stage.memory_total), time,
-        ))  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+def _stage_cost(stage: StagePlan) -> str:
+    time = "" if stage.seconds is None else f", {duration(stage.seconds)}"
+    flops, rope = quantity(stage.flops_per_token, "FLOP"), f"rope_theta {stage.rope_theta:g}"
+    return f"{stage.steps:,} steps, {rope}, {flops} per token, {size(stage.memory_total)}{time}"
 
 
 def _step_line(config: RunConfig) -> str:
@@ -237,12 +213,6 @@ def _step_line(config: RunConfig) -> str:
     ]
     shared = f", each sequence over {config.parallel.context} ranks" if config.parallel.context > 1 else ""
     return f"{config.train.tokens_per_step:,} tokens = {' × '.join(parts)}{shared}"
-
-
-def _attention_line(plan: CostPlan) -> str:
-    if plan.pairs == plan.dense_pairs:
-        return "dense: every query reads all earlier tokens"
-    return f"{plan.pairs / plan.dense_pairs:.0%} of the query-key pairs of dense attention at this length"
 
 
 def _device_line(plan: CostPlan) -> str:
@@ -266,18 +236,15 @@ def _named_gpu(name: str) -> Device:
     """The device of --gpu: a known model in any spelling, perhaps with its memory (A100 40GB), or a memory size."""
     asked = re.search(r"(\d+) *gi?b\b", name.lower())
     memory = int(asked[1]) if asked else None
-    if asked and asked[0] == name.lower().strip() and memory:
+    if asked and memory and asked[0] == name.lower().strip():
         # of advertised GB, CUDA reports fewer GiB: 7% fewer, or what the smallest known card of this size has
         least = min((gpu.memory[memory] for gpu in GPUS if memory in gpu.memory), default=0.93 * memory)
         unit, usable = ("GiB", memory) if "gib" in asked[0] else ("GB", least)
         return Device(f"a GPU with {memory} {unit}", None, round(usable * GIB), GPU_UTILISATION)
     known = find_gpu(name)
-    if known is None:
-        models = ", ".join(gpu.name for gpu in GPUS)
+    if known is None or (memory is not None and memory not in known.memory):
+        models = ", ".join(f"{gpu.name} ({' or '.join(f'{n} GB' for n in gpu.memory)})" for gpu in GPUS)
         raise UsageError(f"--gpu {name} is unknown: pick one of {models}, or give its memory, e.g. --gpu 24GB")
-    if memory is not None and memory not in known.memory:
-        sizes = " or ".join(f"{n} GB" for n in known.memory)
-        raise UsageError(f"--gpu {name}: {known.name} has {sizes}; give that, or only a memory size: --gpu {memory}GB")
     memory = memory or next(iter(known.memory))
     shown = f"{known.name} {memory} GB" if len(known.memory) > 1 else known.name
     return Device(shown, known.tflops * 1e12, round(known.memory[memory] * GIB), GPU_UTILISATION)

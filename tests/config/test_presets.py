@@ -55,23 +55,6 @@ def test_the_block_sparse_preset_differs_from_its_baseline_only_in_attention():
     assert set(found) <= {"run.name", "model.branches", "model.shared_kv", "model.compress_selected_keys"}
 
 
-def test_the_two_branch_preset_differs_from_m7c_only_in_branches():
-    found = differences(load("m7c").config, load("m7c-two-branch").config)
-    assert set(found) == {"run.name", "model.branches"}
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("m7c")])
-def test_m7c_learns_which_blocks_to_select(name):
-    assert load(name).config.model.selector == "learned"
-
-
-def test_tiny_shuffles_over_many_more_sequences_than_it_reads():
-    """With a small block its few steps would read a handful of files, and the loss would depend on which."""
-    c = load("tiny").config
-    read = c.train.steps * c.train.tokens_per_step // c.data.seq_len
-    assert c.data.shuffle_sequences >= 16 * read
-
-
 def test_a_plan_warns_of_a_large_shuffle_block():
     cpu = Device("CPU", 1e11, None, 0.3)
     for length, warned in ((256, False), (65536, True)):
@@ -129,20 +112,6 @@ def test_a_shuffle_block_is_sized_by_the_vocabulary_not_by_the_tokenizer_name():
     assert held("mine/tokenizer.json", 320) == "16.0"
 
 
-def test_m7c_has_the_m7c_sizes_except_for_window_and_block_selection():
-    c = load("m7c").config
-    m, t, nsa = c.model, c.train, c.model.nsa
-    assert (m.dim, m.ffn_dim, m.layers, m.heads, m.kv_heads, m.head_dim) == (768, 2048, 12, 12, 2, 64)
-    assert (nsa.compress_block, nsa.compress_stride, nsa.select_block, nsa.select_count, nsa.window) == (
-        16, 16, 64, 16, 128,
-    )  # fmt: skip
-    assert (m.compression, m.compress_selected_keys) == ("mean", True)
-    assert (t.steps, t.warmup_steps, t.lr, t.weight_decay, t.clip, t.schedule) == (
-        50000, 100, 1e-3, 0.1, 1.0, "cosine",
-    )  # fmt: skip
-    assert (c.data.seq_len, c.run.seed, c.data.tokenizer) == (2048, 1337, "byte")
-
-
 @pytest.mark.parametrize(
     ("name", "millions"),
     [
@@ -175,14 +144,10 @@ def test_the_larger_presets_ask_for_a_tokenizer(tmp_path, monkeypatch):
     ("name", "shown", "gib"),
     [
         ("4090", "RTX 4090", 23.5),
-        ("rtx 4090", "RTX 4090", 23.5),
         ("NVIDIA GeForce RTX 4090", "RTX 4090", 23.5),
-        ("RTX4090", "RTX 4090", 23.5),
-        ("h100", "H100", 79.1),
         ("H100-PCIe", "H100 PCIe", 79.1),
         ("A100 80GB", "A100 80 GB", 79.1),
         ("A100-SXM4-40GB", "A100 40 GB", 39.4),
-        ("6000 ada", "RTX 6000 Ada", 47.4),
         ("24 GB", "a GPU with 24 GB", 22.0),  # as the A10 and L4, which have the least
         ("30GB", "a GPU with 30 GB", 27.9),
         ("24GiB", "a GPU with 24 GiB", 24.0),

@@ -96,7 +96,7 @@ def test_a_large_shuffle_buffer_is_warned_about(monkeypatch):
     assert "warning" not in lines(data__shuffle_sequences=2**24)  # 64 tokens of 4 bytes each: 4 GiB
     told = lines(data__shuffle_sequences=2**25)["warning"]
     assert "data.shuffle_sequences=33554432 at data.seq_len=64 holds 8.0 GiB" in told
-    assert "(of 64.0 GiB): --data.shuffle_sequences 16777216 holds 4.0 GiB" in told
+    assert "per process: --data.shuffle_sequences 16777216 holds 4.0 GiB" in told
 
 
 GPU_ERROR = (

@@ -234,13 +234,10 @@ class DataConfig(SourceConfig):
         needed = self.shuffle_bytes(vocab_size)
         if needed <= limit:
             return None
-        per_sequence = needed // self.shuffle_sequences
-        fewer = limit // per_sequence
-        available = "" if host_bytes is None else f" (of {host_bytes / 2**30:.1f} GiB)"
         return (
             f"data.shuffle_sequences={self.shuffle_sequences} at data.seq_len={self.seq_len} holds "
-            f"{needed / 2**30:.1f} GiB of host memory per process{available}: "
-            f"--data.shuffle_sequences {fewer} holds {fewer * per_sequence / 2**30:.1f} GiB"
+            f"{needed / 2**30:.1f} GiB of host memory per process: --data.shuffle_sequences "
+            f"{self.shuffle_sequences * limit // needed} holds {limit / 2**30:.1f} GiB"
         )
 
     @model_validator(mode="after")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -76,7 +76,41 @@ def fits(needed: int, available: int) -> bool:
 
 def find_fixes(config: RunConfig, precision: str, available: int, *, on_gpu: bool) -> list[Fix]:
     """Up to three different ways to make a step fit, those that change the least first."""
-    return list(islice(_fixes(config, precision, available, on_gpu), 3))
+    batch, mode, parallel = config.train.micro_batch, config.train.activation_checkpointing, config.parallel
+    sequences, length, layers = config.accumulation * batch, config.data.seq_len, config.model.layers  # per rank
+    batches: list[Flags] = [{"train.micro_batch": n} for n in range(batch - 1, 0, -1) if sequences % n == 0]
+    modes: list[Flags] = [{"train.activation_checkpointing": m} for m in _MODES[_MODES.index(mode) + 1 :]]
+
+    def first(candidates: Iterable[Flags]) -> list[Fix]:
+        changed = (with_flags(config, flags, precision) for flags in candidates)
+        return [*islice((fix for fix in changed if fix is not None and fits(fix.memory, available)), 1)]
+
+    smallest: Flags = {**(batches[-1] if batches else {}), **(modes[-1] if modes else {})}
+    fixes = first(batches) + first(modes) or first(m | b for m in modes for b in batches)
+    sharded = "fsdp" if parallel.strategy in ("single", "ddp") else parallel.strategy
+    for group in (
+        _more_ranks(parallel, sharded) if on_gpu else [],  # ranks on a CPU share its memory
+        _more_ranks(parallel, "cp") if on_gpu and parallel.strategy != "cp" else [],
+        [{"data.seq_len": length >> n} for n in range(1, length.bit_length()) if length >> n >= 256],
+        [{"model.layers": n} for n in range(layers - 1, 0, -1)],
+    ):
+        if len(fixes) < 3:
+            fixes += first(flags | more for more in ({}, *batches, smallest) for flags in group)
+    return fixes[:3]
+
+
+def savings(run: RunConfig, stage: int, precision: str, *, on_gpu: bool) -> list[str]:
+    """Up to three settings with which a step of this stage needs less memory, and how much less."""
+    config = run.stages[stage]
+    batch, needed = config.train.micro_batch, step_memory(config, precision).total
+    # The ones that change the least first; accumulation follows a smaller micro-batch.
+    changes: list[Flags] = [{"train.micro_batch": n} for n in range(batch // 2, 0, -1) if batch % n == 0][:1]
+    changes += [{"train.activation_checkpointing": "full"}, {"data.seq_len": config.data.seq_len // 2}]
+    changes += _more_ranks(config.parallel, "fsdp")[:1] if on_gpu else []
+    changes += [{"model.layers": config.model.layers // 2}]
+    fixes = [with_flags(config, change, precision) for change in changes]
+    found = [(needed - fix.memory, fix.text(run, stage)) for fix in fixes if fix is not None and fix.memory < needed]
+    return [f"{text} saves about {size(saved)}" for saved, text in sorted(found[:3], reverse=True)]
 
 
 def shortage(run: RunConfig, precision: str, available: int, *, on_gpu: bool) -> str | None:
@@ -105,36 +139,6 @@ def memory(config: RunConfig) -> Finding:
         return Finding("memory", WARNING, finding, fix)
     needed = step_memory(largest_stage(config, precision)[1], precision).total
     return Finding("memory", OK, f"a step needs about {size(needed)} of {size(total)}")
-
-
-def _fixes(config: RunConfig, precision: str, available: int, on_gpu: bool) -> Iterator[Fix]:
-    batch, mode = config.train.micro_batch, config.train.activation_checkpointing
-    sequences = config.accumulation * batch  # of a step, per rank
-    batches = [{"train.micro_batch": n} for n in range(batch - 1, 0, -1) if sequences % n == 0]
-    modes = [{"train.activation_checkpointing": m} for m in _MODES[_MODES.index(mode) + 1 :]]
-    smallest: Flags = {**(batches[-1] if batches else {}), **(modes[-1] if modes else {})}
-    alone = 0
-    for group in (batches, modes):
-        for fix in _first_that_fits(config, group, precision, available):
-            alone += 1
-            yield fix
-    if not alone:
-        yield from _first_that_fits(config, [m | b for m in modes for b in batches], precision, available)
-    length, layers, parallel = config.data.seq_len, config.model.layers, config.parallel
-    sharded = "fsdp" if parallel.strategy in ("single", "ddp") else parallel.strategy
-    for group in (
-        _more_ranks(parallel, sharded) if on_gpu else [],  # ranks on a CPU share its memory
-        _more_ranks(parallel, "cp") if on_gpu and parallel.strategy != "cp" else [],
-        [{"data.seq_len": length >> n} for n in range(1, length.bit_length()) if length >> n >= 256],
-        [{"model.layers": n} for n in range(layers - 1, 0, -1)],
-    ):
-        candidates = [flags | more for more in ({}, *batches, smallest) for flags in group]
-        yield from _first_that_fits(config, candidates, precision, available)
-
-
-def _first_that_fits(config: RunConfig, candidates: list[Flags], precision: str, available: int) -> Iterator[Fix]:
-    changed = (fix for flags in candidates if (fix := with_flags(config, flags, precision)) is not None)
-    yield from islice((fix for fix in changed if fits(fix.memory, available)), 1)
 
 
 def with_flags(config: RunConfig, flags: Flags, precision: str) -> Fix | None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +20,7 @@ from tercet.config.keys import flatten
 from tercet.config.load import describe
 from tercet.config.schema import RunConfig, uses_cuda_graph
 from tercet.config.sections import resolved_precision
-from tercet.doctor.memory import largest_stage, shortage, step_memory, with_flags
+from tercet.doctor.memory import largest_stage, savings, shortage, step_memory
 from tercet.errors import TercetError, UsageError, is_out_of_memory
 from tercet.model.cost import parameters, selector_parameters
 from tercet.parallel.strategy import Strategy
@@ -121,9 +121,9 @@ def config_lines(config: RunConfig, origins: Mapping[str, str], folder: Path) ->
     changed = describe(config, origins, without=presets)
     base = " and ".join(presets) or "the defaults"
     return [
-        f"settings: {base}{' with these changes' if changed else ''} (all: {hints.show_config(folder)})",
+        f"settings: {base}{' with these changes' if changed else ''} (all: {hints.tercet('config', 'show', folder)})",
         *(f"  {line}" for line in changed),
-        f"watch from another terminal: {hints.watch(folder)}",
+        f"watch from another terminal: {hints.tercet('watch', folder)}",
     ]
 
 
@@ -252,24 +252,10 @@ def memory_errors(config: RunConfig, device: torch.device, step: Callable[[], in
         parts = [
             f"out of memory on {device}{amount and f' (tried to allocate {amount})'}: a step needs about {size(needed)}"
             + ("" if available is None else f" of {size(available)}"),
-            *(f"{text} saves about {size(saved)}" for saved, text in _memory_savings(config, index, device, needed)),
+            *savings(config, index, precision_of(config, device), on_gpu=device.type == "cuda"),
             "--debug shows where",
         ]
         raise TercetError("; ".join(parts)) from error
-
-
-def _memory_savings(run: RunConfig, stage: int, device: torch.device, needed: int) -> list[tuple[int, str]]:
-    """Up to three changes that save memory: (bytes saved, flags)."""
-    config = run.stages[stage]
-    batch, length, ranks = config.train.micro_batch, config.data.seq_len, 2 * config.parallel.world_size
-    # The ones that change the least first; accumulation follows a smaller micro-batch.
-    changes: list[dict[str, Any]] = [{"train.micro_batch": n} for n in range(batch // 2, 0, -1) if batch % n == 0][:1]
-    changes += [{"train.activation_checkpointing": "full"}, {"data.seq_len": length // 2}]
-    changes += [{"parallel.strategy": "fsdp", "parallel.world_size": ranks}] if device.type == "cuda" else []
-    changes += [{"model.layers": config.model.layers // 2}]
-    fixes = [with_flags(config, change, precision_of(config, device)) for change in changes]
-    found = [(needed - fix.memory, fix.text(run, stage)) for fix in fixes if fix is not None and fix.memory < needed]
-    return sorted(found[:3], reverse=True)
 
 
 def disk_error(error: OSError, folder: RunFolder, ranks: int) -> str:
