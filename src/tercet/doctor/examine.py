@@ -27,7 +27,6 @@ def checks(config: RunConfig, *, short: bool, folder: Path | None = None) -> lis
     found: list[Check] = [
         ("versions", machine.versions),
         ("device", lambda: machine.device(config.run.device)),
-        ("logging", lambda: machine.logging(config.log)),
     ]
     uses_kernels = set(model.attention_kinds) != {"dense"} and model.backend != "reference"
     if uses_kernels and not (short and config.run.device == "cpu"):
@@ -44,7 +43,6 @@ def checks(config: RunConfig, *, short: bool, folder: Path | None = None) -> lis
         found += [
             ("arithmetic", machine.matmul_speed),
             ("shared memory", machine.shared_memory),
-            ("collectives", machine.collectives),
             ("memory", lambda: memory.memory(config)),
             ("data", lambda: machine.data(config)),
         ]
@@ -73,7 +71,7 @@ def doctor(
     folder: str | None = None,
     share_gpus: bool = False,
 ) -> int:
-    """Check this machine: versions, devices, drivers, kernel parity, collectives, disk and data.
+    """Check this machine: versions, devices, drivers, kernel parity, disk and data.
 
     Every problem comes with a fix. The exit code is 1 if a check failed.
 

@@ -1,29 +1,22 @@
-"""Checks of the machine: versions, devices, speed, shared memory, collectives, disk and data. Defines `Finding`."""
+"""Checks of the machine: versions, devices, speed, shared memory, disk and data. Defines `Finding`."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import importlib.util
 import os
 import platform
 import re
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from tercet.config.schema import RunConfig
-from tercet.config.sections import LogConfig
-from tercet.errors import TercetError
 from tercet.model.cost import parameters
 from tercet.telemetry.hardware import host_total_gib, peak_flops
-from tercet.telemetry.sinks import import_tensorboard, import_wandb, tensorboard_wanted
 from tercet.telemetry.units import plural, size
 
 OK, WARNING, FAILED, NOT_TESTED = "ok", "warning", "failed", "not tested"
@@ -40,7 +33,6 @@ SHARED_MEMORY_MIB = 64
 SLOW_MB_S = 50.0
 MIN_SPEED_MB = 32  # a smaller write shows that the disk is writable, but not how fast it is
 SLOW_DATA_SECONDS = 60
-CPU_RANKS = 2  # processes of the gloo all-reduce without GPUs
 
 
 @dataclass(frozen=True)
@@ -69,21 +61,16 @@ def versions() -> Finding:
     """Python and the required packages."""
     seen, wrong = [f"Python {platform.python_version()}"], []
     for package, minimum, below in NEEDED:
-        if importlib.util.find_spec(package) is None:
-            wrong.append(f"{package} is missing")
-            continue
         try:
             version = metadata.version(package)
         except metadata.PackageNotFoundError:
-            seen.append(f"{package} of unknown version")  # a bare folder on the path
+            wrong.append(f"{package} is missing")
             continue
         seen.append(f"{package} {version}")
         numbers = version_numbers(version)
         if numbers < minimum or (below is not None and numbers >= below):
-            required = [
-                f"{sign}{'.'.join(map(str, bound))}" for sign, bound in ((">=", minimum), ("<", below)) if bound
-            ]
-            wrong.append(f"{package} {version} is not {','.join(required)}")
+            bounds = [f"{sign}{'.'.join(map(str, bound))}" for sign, bound in ((">=", minimum), ("<", below)) if bound]
+            wrong.append(f"{package} {version} is not {','.join(bounds)}")
     if wrong:
         return Finding("versions", FAILED, "; ".join(wrong), "pip install -c constraints.txt -e . in the checkout")
     return Finding("versions", OK, ", ".join(seen))
@@ -92,21 +79,6 @@ def versions() -> Finding:
 def version_numbers(version: str) -> tuple[int, ...]:
     """2.11.0+cu130 -> (2, 11, 0)."""
     return tuple(map(int, re.findall(r"\d+", version.split("+")[0])[:3]))
-
-
-def logging(config: LogConfig) -> Finding:
-    """Packages that the run's logs need: those asked for must be installed, TensorBoard with auto may be missing."""
-    for wanted, load in ((config.tensorboard is True, import_tensorboard), (config.wandb, import_wandb)):
-        try:
-            if wanted:
-                load()
-        except TercetError as error:
-            problem, _, fix = str(error).partition(": ")
-            return Finding("logging", FAILED, problem, fix)
-    if config.tensorboard == "auto" and not tensorboard_wanted("auto"):
-        return Finding("logging", OK, "CSV and JSON; TensorBoard is not installed, so runs have no tb/")
-    extra = [name for name, on in (("TensorBoard", config.tensorboard), ("W&B", config.wandb)) if on]
-    return Finding("logging", OK, ", ".join(["CSV", "JSON", *extra]))
 
 
 def device(wanted: str = "auto") -> Finding:
@@ -197,49 +169,6 @@ def shared_memory() -> Finding:
     if free < SHARED_MEMORY_MIB:
         return Finding("shared memory", WARNING, f"{free:.0f} MiB free in /dev/shm", "docker run --shm-size 8g")
     return Finding("shared memory", OK, f"{free:.0f} MiB free in /dev/shm")
-
-
-def collectives() -> Finding:
-    """An all-reduce over new processes: NCCL with one per GPU, or gloo with two on a CPU."""
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        return Finding("collectives", NOT_TESTED, "this torch has no distributed package", "install another build")
-    cuda = torch.cuda.is_available()
-    if cuda and not dist.is_nccl_available():
-        return Finding("collectives", FAILED, "this torch has GPUs but no NCCL", "install a CUDA build of torch")
-    ranks = torch.cuda.device_count() if cuda else CPU_RANKS
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(
-            _all_reduce,
-            args=(ranks, str(Path(folder) / "store"), "nccl" if cuda else "gloo"),
-            nprocs=ranks,
-            start_method="spawn",
-        )  # type: ignore[no-untyped-call]
-    name = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if cuda else "gloo"
-    return Finding("collectives", OK, f"{name}: all-reduce over {ranks} rank{'s' * (ranks > 1)} is correct")
-
-
-def _all_reduce(rank: int, ranks: int, store: str, backend: str) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    device: Any = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if backend == "nccl":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=60)
-    )
-    try:
-        value = torch.full((1024,), float(rank + 1), device=device)
-        dist.all_reduce(value)
-        expected = ranks * (ranks + 1) / 2
-        if not bool((value == expected).all()):
-            raise RuntimeError(f"all-reduce over {ranks} ranks gave {float(value[0])}, expected {expected}")
-    finally:
-        dist.destroy_process_group()
 
 
 def disk(folder: Path, config: RunConfig, *, megabytes: int) -> Finding:
