@@ -36,7 +36,7 @@ for length in $lengths; do
     for kind in dense own; do
         name=$kind-$length
         [ -d "$out/$name" ] ||
-            tercet import hf "$model" "$out/$name" --attention "${attention[$kind]}" --extend "$length" --check=false
+            tercet import hf "$model" "$out/$name" --attention "${attention[$kind]}" --extend "$length" --no_check
         tercet train --config "$out/$name/config.toml" "${data[@]}" "${recipe[@]}" --train.steps "$extend_steps" \
             --data.retrieval 0.2 --resume auto --run.dir "$out/runs/$name" ${TRAIN_FLAGS:-}
         [ -d "$out/hf-$name" ] || tercet export hf "$out/runs/$name" "$out/hf-$name" --format llama

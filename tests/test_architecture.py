@@ -30,6 +30,7 @@ SAME_LAYER = {
     ("interop", "inference"),  # an export loads a run the way generation does
     ("bench", "inference"),  # the decode benchmark runs generation's decoder
     ("atomic_io", "errors"),  # a file that cannot be written is an error of the command line
+    ("parse", "errors"),  # and so is a number of torchrun that is none
 }
 
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")

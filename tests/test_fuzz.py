@@ -27,9 +27,7 @@ from tercet.config.load import load, to_toml
 from tercet.data.commands import describe, describe_shards
 from tercet.data.loader import build_loader
 from tercet.data.prepare import prepare, train_bpe
-from tercet.data.tokenizers import load_tokenizer
 from tercet.errors import TercetError
-from tercet.interop.huggingface.export import export
 from tercet.interop.huggingface.import_hf import import_model
 from tercet.parse import one_line_errors
 from tercet.report.commands import report, watch
@@ -60,8 +58,7 @@ TOML_VALUES = [
     "'''\n'''", "1", "2", "64", "0.5", "false", '"auto"', "[]",
 ]  # fmt: skip
 FORMATS = (
-    "configuration", "Hugging Face folder", "export", "tokenizer.json", "shards", "jsonl", "parquet", "checkpoint",
-    "events",
+    "configuration", "Hugging Face folder", "shards", "jsonl", "parquet", "checkpoint", "events",
 )  # fmt: skip
 
 
@@ -228,29 +225,11 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Format]:
         changes = dict.fromkeys(("config.json", "*.index.json", "tokenizer*.json", "config.*"), mutate_json)
         return Format(folder, changes | {"model.safetensors": damage}, read_model)
 
-    def exported() -> Format:
-        run = root / "exported run"
-        assert train_small(run, train__steps=1) == 0
-        export(run, root / "export")
-
-        return Format(root / "export", {"config.json": mutate_json, "*.safetensors": damage}, read_model)
-
     def bpe() -> Path:
         path = root / "tokenizer.json"
         if not path.exists():
             train_bpe(DataConfig(source="jsonl", path=str(corpus)), path, vocab_size=300)
         return path
-
-    def tokenizer() -> Format:
-        folder = root / "tokenizer"
-        folder.mkdir()
-        shutil.copy(bpe(), folder)
-
-        def read(folder: Path) -> None:
-            found = load_tokenizer(str(folder / "tokenizer.json"))
-            found.decode(found.encode("some words"))
-
-        return Format(folder, {"tokenizer.json": mutate_json}, read)
 
     def shards() -> Format:
         prepare(DataConfig(source="jsonl", path=str(corpus)), root / "shards", shard_tokens=3000)
@@ -302,7 +281,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Format]:
 
         return Format(run, {"events_rank0.jsonl": mutate_lines, "heartbeat_rank0.jsonl": mutate_lines}, read)
 
-    makers = (config, huggingface, exported, tokenizer, shards, jsonl, parquet, checkpoint, events)
+    makers = (config, huggingface, shards, jsonl, parquet, checkpoint, events)
     return lambda name: dict(zip(FORMATS, makers, strict=True))[name]()
 
 

@@ -224,13 +224,3 @@ def test_inspecting_shards_escapes_their_manifest(prepared, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "prepared from \\x1b[2J" in out
     assert "\x1b" not in out
-
-
-@pytest.mark.parametrize("line", ["{} = 1", "[{}]", "x = {{ {} = 1 }}"])
-def test_keys_of_many_parts_are_refused_at_once(line, tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text(line.format('a . "b".' * 25_000 + "c"))
-    with pytest.raises(TercetError, match="a key has more than 64 parts"):
-        read_toml(path)
-    path.write_text(f'[data]\npath = ["{"a.b-c." * 20}", "x.y"]\n')
-    assert read_toml(path)["data"]["path"][1] == "x.y"

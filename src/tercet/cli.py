@@ -11,8 +11,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import FunctionType
@@ -20,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import tercet
 from tercet import hints
-from tercet.errors import EXIT_FAILURE, TercetError, is_out_of_memory
+from tercet.errors import EXIT_FAILURE, TercetError, UsageError, is_out_of_memory
 from tercet.terminal import printable
 
 if TYPE_CHECKING:
-    from tercet.config.load import Layer, Loaded
+    from tercet.config.load import Loaded
 
 OVERVIEW = """\
 Tercet trains language models with Native Sparse Attention.
@@ -75,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal or a pipe that is not UTF-8
     try:
-        _check_encoding(arguments)
+        for word in arguments:  # files of a run hold its paths and command line in UTF-8
+            if any("\ud800" <= character <= "\udfff" for character in word):
+                raise UsageError(f"{word!a} is not UTF-8: rename the file or folder")
         return _dispatch([a for a in arguments if a != "--debug"])
     except (TercetError, MemoryError, RuntimeError) as error:
         if not (isinstance(error, TercetError) or is_out_of_memory(error)):
@@ -121,17 +122,6 @@ def _one_line(error: Exception) -> str:
     return f"out of memory{cause}: use a smaller batch, a shorter context or a smaller model; --debug shows where"
 
 
-def _check_encoding(arguments: Sequence[str]) -> None:
-    """The files of a run are UTF-8, and name its folder, its data and its command line."""
-    try:
-        folder = os.getcwd()
-    except FileNotFoundError:
-        raise _usage("the current folder was deleted: change to another one") from None
-    for name in (*arguments, folder):
-        if any("\ud800" <= character <= "\udfff" for character in name):
-            raise _usage(f"{name!a} is not UTF-8: rename the file or folder")
-
-
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments in (["-h"], ["--help"], ["help"]):
         print(_overview())
@@ -142,11 +132,10 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[0] in ("--version", "-V", "version"):
         print(f"tercet {tercet.__version__}")
         return 0
-    from tercet.config.environment import environment_warnings
-
-    # All ranks of a machine share their environment: warn once.
-    for line in environment_warnings(os.environ) if os.environ.get("LOCAL_RANK", "0") == "0" else []:
-        print(f"warning: {printable(line)}", file=sys.stderr)
+    # The M7C scripts read these variables. All ranks of a machine share their environment: warn once.
+    former = sorted(name for name in os.environ if name.startswith("NSA_"))
+    if former and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"warning: not read: {', '.join(former)}; docs/from-m7c.md says what took their place", file=sys.stderr)
     name, rest = arguments[0], arguments[1:]
     try:
         if name in GROUPS:
@@ -157,21 +146,22 @@ def _dispatch(arguments: list[str]) -> int:
             return _call(_found(name), rest, f"tercet {name}", positional=True)
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
-    raise _usage(f"unknown command {name}: {_near(name, [*CONFIGURED, *FUNCTIONS, *GROUPS])}")
+    raise UsageError(f"unknown command {name}: {_near(name, [*CONFIGURED, *FUNCTIONS, *GROUPS])}")
 
 
-def train(loaded: Any, resume: str | None = None, allow_single_rank: bool = False) -> int:
+def train(loaded: Any, resume: str | None = None) -> int:
     """Train a model. Start with `tercet train --preset tiny`. `tercet plan` takes the same options and estimates the
     cost. Repeat a run with --config RUN/config.toml; continue it with --run.dir RUN --resume auto.
 
     Args:
         resume: Resume from a folder, or from the newest checkpoint in run.dir (auto); auto starts fresh if there is
             none.
-        allow_single_rank: Use one GPU of a machine that has several.
     """
     source = loaded.config.train.init_from
     if source is not None and resume is None and not Path(source).exists():
-        raise _usage(f"train.init_from={source} does not exist: give a checkpoint, a run folder or a .safetensors file")
+        raise UsageError(
+            f"train.init_from={source} does not exist: give a checkpoint, a run folder or a .safetensors file"
+        )
     print(f"tercet {tercet.__version__}: run {printable(loaded.config.run.name)}", flush=True)
     if loaded.config.parallel.world_size == 1:
         from tercet.train.resume import check_start
@@ -219,7 +209,7 @@ def presets() -> int:
 def show(loaded: Any, changed: bool = False) -> int:
     """Print a configuration as TOML, with the origin of each value.
 
-    It is that of the options, or that of a run folder: tercet config show RUN.
+    It is that of the options, or that of a preset, TOML file or run folder: tercet config show RUN.
 
     Args:
         changed: Print only values that are not defaults, one per line.
@@ -240,9 +230,10 @@ def diff(a: str, b: str) -> int:
     """
     from tercet.config.load import differences, toml_value
 
-    found = differences(_named(a).config, _named(b).config)
-    for path, (left, right) in found.items():
-        print(printable(f"{path}: {toml_value(left)} -> {toml_value(right)}"))
+    left, right = (_load(show, _source(name), "tercet config diff")[0].config for name in (a, b))
+    found = differences(left, right)
+    for path, values in found.items():
+        print(printable(f"{path}: {' -> '.join(map(toml_value, values))}"))
     if not found:
         print(f"{a} and {b} are the same")
     return 0
@@ -261,7 +252,7 @@ def _group(group: str, arguments: list[str]) -> int:
         return 0
     name, prog = arguments[0].replace("_", "-"), f"tercet {group} {arguments[0]}"
     if name not in functions:
-        raise _usage(f"unknown command {group} {arguments[0]}: {_near(arguments[0], functions)}")
+        raise UsageError(f"unknown command {group} {arguments[0]}: {_near(arguments[0], functions)}")
     if functions[name] is show:
         return _show(arguments[1:])
     return _call(functions[name], arguments[1:], prog, positional=group in POSITIONAL)
@@ -279,8 +270,7 @@ def _members(group: str) -> dict[str, Callable[..., Any]]:
 
 def _found(command: str) -> Callable[..., Any]:
     module, _, name = FUNCTIONS[command][0].partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function
+    return vars(importlib.import_module(module))[name]  # type: ignore[no-any-return]
 
 
 def _call(function: Callable[..., Any], arguments: list[str], prog: str, *, positional: bool) -> int:
@@ -293,18 +283,24 @@ def _call(function: Callable[..., Any], arguments: list[str], prog: str, *, posi
 
 
 def _show(arguments: list[str]) -> int:
-    """`tercet config show`, whose first argument may be a run folder: then print the file as it is, without options."""
+    """`tercet config show`, whose first argument may be a run folder."""
+    if not arguments or arguments[0].startswith("-"):
+        return _configured(show, arguments, "tercet config show")
+    source = _source(arguments[0])
+    saved = Path(source[1]) if Path(arguments[0]).is_dir() else None
+    return _configured(show, [*source, *arguments[1:]], "tercet config show", saved)
+
+
+def _source(name: str) -> list[str]:
+    """The flag for a preset, a TOML file or the configuration of a run folder."""
     from tercet.config.load import preset_names
 
-    saved = Path(arguments[0]) / "config.toml" if arguments else None
-    if saved is not None and saved.is_file():
-        if len(arguments) == 1:
-            print(printable(saved.read_text(encoding="utf-8")), end="")
-            return 0
-        return _configured(show, ["--config", str(saved), *arguments[1:]], "tercet config show", saved)
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in preset_names():
-        raise _usage(f"{arguments[0]} is not a run folder: give one with a config.toml, --config FILE or --preset NAME")
-    return _configured(show, arguments, "tercet config show")
+    if name in preset_names():
+        return ["--preset", name]
+    file = Path(name) / "config.toml" if Path(name).is_dir() else Path(name)
+    if not file.is_file():
+        raise UsageError(f"{name} is not a preset, a TOML file or a run folder: `tercet presets` lists the presets")
+    return ["--config", str(file)]
 
 
 def _configured(command: Callable[..., int], arguments: list[str], prog: str, saved: Path | None = None) -> int:
@@ -326,34 +322,42 @@ def _load(
     # Needed before the rest is parsed, for defaults.
     first = Parser(prog, {"": [Key(name, str) for name in ("preset", "config", "resume", "run.dir")]})
     given = vars(first.parse_known_args([a for a in arguments if a not in ("-h", "--help")])[0])
-    preset, file = given.get("preset"), given.get("config")
-    training, first_rank = command is train, os.environ.get("LOCAL_RANK", "0") == "0"
+    preset, file, resume, training = given.get("preset"), given.get("config"), given.get("resume"), command is train
     if training and preset is None and file is None:
-        saved = _resumed_config(given.get("resume"), given.get("run.dir"))
+        saved = _resumed_config(resume, given.get("run.dir"))
         file = None if saved is None else str(saved)
     layers = read_layers(preset, file)
     values = {key: as_none(key, value) for layer in layers for key, value in layer.values.items()}
-    own, keys = function_options(read_layers) | function_options(command), key_options(values)
+    source, own, keys = function_options(read_layers), function_options(command), key_options(values)
     if (topic := help_topic(arguments)) is not None:
-        print(printable(config_help(topic, own, keys, prog=prog, about=command.__doc__ or "")))
+        print(printable(config_help(topic, source | own, keys, prog=prog, about=command.__doc__ or "")))
         raise SystemExit(0)
-    flags = read_arguments(arguments, keys | own, prog=prog)
-    own_flags = {name: flags.pop(name) for name in own if name in flags}
-    options = bind(command, {name: value for name, value in own_flags.items() if name not in ("preset", "config")})
-    resume = options.get("resume")
+    flags = read_arguments(arguments, keys | source | own, prog=prog)
+    options = bind(command, {name: flags[name] for name in own if name in flags})
+    flags = {name: value for name, value in flags.items() if name in keys}
     if training:
-        _check_resume(resume)
         if preset is None and file is None:
-            raise _usage(_no_configuration(resume, flags.get("run.dir")))
-        layers += _launch_layers(flags, allow_single_rank=options.get("allow_single_rank", False))
+            raise UsageError(_no_configuration(resume, given.get("run.dir")))
+        if resume is not None and resume != "auto" and (not resume.strip() or Path(resume).is_file()):
+            raise UsageError(
+                f"--resume {resume!r} is not a folder: give auto (the newest checkpoint in --run.dir), a run folder or "
+                "a checkpoint folder"
+            )
+        from tercet.parse import launch_number
+
+        if (ranks := os.environ.get("WORLD_SIZE")) is not None:
+            number = launch_number("WORLD_SIZE", ranks, least=1)
+            layers.append(Layer("torchrun", {"parallel.world_size": number}))
+        elif flags.get("parallel.strategy") == "single":  # resumes a run of several ranks on one
+            layers.append(Layer("--parallel.strategy single", {"parallel.world_size": 1}))
     loaded = merge([*layers, Layer(FLAG, flags)])
-    for note in loaded.notes if first_rank else ():
+    for note in loaded.notes if os.environ.get("LOCAL_RANK", "0") == "0" else ():
         print(f"note: {printable(note)}", file=sys.stderr)
     # Only a run fetches a tokenizer from the Hub.
     if training or Path(loaded.config.data.tokenizer).expanduser().exists():
         from tercet.data.tokenizers import fit_vocabulary
 
-        loaded = fit_vocabulary(loaded, partial(_saved_tokenizer, loaded, resume))
+        loaded = fit_vocabulary(loaded, lambda: _saved_tokenizer(loaded, resume))
     return loaded if saved is None else keep_origins(loaded, saved), options
 
 
@@ -368,70 +372,24 @@ def _saved_tokenizer(loaded: Loaded, resume: str | None) -> Path | None:
 
 def _resumed_config(resume: str | None, folder: str | None) -> Path | None:
     """The config.toml of the run to resume, so that its options need not be repeated."""
-    if resume == "auto":
-        run = Path(folder) if folder else None
-    else:
-        from tercet.train.manifest import run_of
+    from tercet.train.manifest import run_of
 
-        run = run_of(Path(resume)) if resume else None
+    run = run_of(Path(resume)) if resume and resume != "auto" else Path(folder) if resume and folder else None
     return run / "config.toml" if run and (run / "config.toml").is_file() else None
-
-
-def _check_resume(resume: str | None) -> None:
-    fix = "give auto (the newest checkpoint in --run.dir), a run folder or a checkpoint folder"
-    if resume is not None and not resume.strip():
-        raise _usage(f"--resume {resume!r} is empty: {fix}")
-    if resume is not None and resume != "auto" and Path(resume).is_file():
-        raise _usage(f"--resume {resume} is a file, not a folder: {fix}")
 
 
 def _no_configuration(resume: str | None, folder: str | None) -> str:
     """The error when there is no preset, no file, and no run to resume that has a config.toml."""
-    presets = f"`{hints.tercet('presets')}` lists the presets"
+    start = f"`{hints.train_preset(run_dir=folder)}` (`{hints.tercet('presets')}` lists the presets)"
     if resume is None and folder is not None and (Path(folder) / "config.toml").is_file():
         return f"{folder} already holds a run: resume it with {hints.resume(folder)}"
     if resume is None:
-        return f"no configuration given: try `{hints.train_preset()}` ({presets})"
-    if resume == "auto" and folder is None:
-        return (
-            "--resume auto needs --run.dir, a preset or a file: give the run folder with --run.dir, or start a new run "
-            f"with `{hints.train_preset()}` ({presets})"
-        )
-    given, where = ("auto", str(folder)) if resume == "auto" else (resume, resume)
-    why = "does not exist" if not Path(where).exists() else "has no config.toml"
-    return (
-        f"--resume {given}: there is no run to resume at {where}, which {why}: pass a run folder, or start a new run "
-        f"with `{hints.train_preset(run_dir=folder or 'runs/NAME')}` ({presets})"
-    )
-
-
-def _launch_layers(flags: Mapping[str, Any], *, allow_single_rank: bool) -> list[Layer]:
-    """Values from the way the process was started: the number of ranks that torchrun reports, --allow-single-rank."""
-    from tercet.config.environment import launch_number
-    from tercet.config.load import Layer
-
-    layers = []
-    if (ranks := os.environ.get("WORLD_SIZE")) is not None:
-        layers.append(Layer("torchrun", {"parallel.world_size": launch_number("WORLD_SIZE", ranks, least=1)}))
-    elif flags.get("parallel.strategy") == "single":  # resumes a run of several ranks on one
-        layers.append(Layer("--parallel.strategy single", {"parallel.world_size": 1}))
-    if allow_single_rank:
-        layers.append(Layer("--allow-single-rank", {"parallel.allow_single_rank": True}))
-    return layers
-
-
-def _named(name: str) -> Loaded:
-    """The configuration of a preset, a TOML file or a run folder."""
-    from tercet.config.load import load, preset_names
-
-    path = Path(name)
-    if name in preset_names():
-        return load(preset=name)
-    if path.is_dir():
-        return load(file=path / "config.toml")
-    if path.is_file() or path.suffix == ".toml":
-        return load(file=path)
-    raise _usage(f"{name} is not a preset, a TOML file or a run folder: `{hints.tercet('presets')}` lists the presets")
+        return f"no configuration given: try {start}"
+    where = folder if resume == "auto" else resume
+    if where is None:
+        return f"--resume auto needs --run.dir, a preset or a file: give the run folder, or start a run with {start}"
+    why = "has no config.toml" if Path(where).exists() else "does not exist"
+    return f"--resume {resume}: there is no run to resume at {where}, which {why}: start one with {start}"
 
 
 def _overview() -> str:
@@ -444,9 +402,3 @@ def _near(wrong: str, among: Iterable[str]) -> str:
     from tercet.config.keys import suggestion
 
     return suggestion(wrong, among) or f"one of {', '.join(among)}"
-
-
-def _usage(message: str) -> TercetError:
-    from tercet.config.load import ConfigError
-
-    return ConfigError(message)

@@ -51,15 +51,6 @@ def generate(folder: str | Path, prompt: str = "TEXT") -> str:
     return tercet("generate", folder, "--prompt", prompt)
 
 
-def watch(folder: str | Path) -> str:
-    return tercet("watch", folder)
-
-
-def show_config(folder: str | Path) -> str:
-    """All settings of the run in `folder`."""
-    return tercet("config", "show", folder)
-
-
 def train_dense_baseline(folder: str | Path, preset: str | None) -> str:
     """Train the dense baseline of the run in `folder`, then compare the two."""
     source = ("--preset", preset) if preset else ("--config", f"{folder}/config.toml")
@@ -70,7 +61,7 @@ def train_dense_baseline(folder: str | Path, preset: str | None) -> str:
 
 def relaunch(arguments: Sequence[str], *, ranks: int, per_machine: int, strategy: str) -> str:
     """The command line `arguments` again, under torchrun. per_machine: 0 for a number that the user fills in."""
-    arguments = [a for a in arguments if a != "--allow-single-rank"]
+    arguments = [a for a in arguments if a != "--parallel.allow_single_rank"]
     chosen = strategy != "single" or any(a.startswith("--parallel.strategy") for a in arguments)
     added = [] if chosen else ["--parallel.strategy", "ddp"]
     nodes = 1 if ranks == per_machine else -(-ranks // per_machine)
@@ -83,15 +74,11 @@ _MODULES = {"tercet": "tercet", "torchrun": "torch.distributed.run"}
 
 
 def program(name: str = "tercet") -> str:
-    """How to start a program of this environment from the current folder, quoted for a shell."""
-    started = Path(sys.argv[0])
-    script = started if started.name == name and started.is_file() else Path(sys.executable).with_name(name)
-    found = shutil.which(name)
+    """How to start a program of this environment: by its name if PATH leads to it, else as a module of this Python."""
+    script, found = Path(sys.executable).with_name(name), shutil.which(name)
     # PATH may lead to another environment's program: compare the files.
-    if found and script.is_file() and os.path.samefile(found, script):
-        return name
-    as_module = started.name == "__main__.py" and started.parent.name == name
-    return f"{python()} -m {_MODULES[name]}" if as_module or not script.is_file() else _quoted(script)
+    same = found is not None and script.is_file() and os.path.samefile(found, script)
+    return name if same else f"{python()} -m {_MODULES[name]}"
 
 
 def python() -> str:
@@ -99,12 +86,6 @@ def python() -> str:
     here = Path(sys.executable)
     found = shutil.which(here.name)
     # Compare folders, not files: a virtual environment's Python is a link to the base interpreter.
-    same = found is not None and Path(found).parent.resolve() == here.parent.resolve()
-    return here.name if same else _quoted(here)
-
-
-def _quoted(path: Path) -> str:
-    path, here = path.absolute(), Path.cwd()
-    if path.is_relative_to(here):
-        path = path.relative_to(here)
-    return shlex.quote(str(path) if len(path.parts) > 1 else f"./{path}")
+    if found is not None and Path(found).parent.resolve() == here.parent.resolve():
+        return here.name
+    return shlex.quote(f"./{here.relative_to(Path.cwd())}" if here.is_relative_to(Path.cwd()) else str(here))

@@ -1,4 +1,4 @@
-"""Parse JSON and TOML from untrusted files: malformed content gives a one-line error.
+"""Parse JSON, TOML and numbers from outside: malformed content gives a one-line error.
 
 `parse_json` and `parse_toml` raise ValueError for every text that cannot be read, deep nesting too; `read_json` also
 reads the file.
@@ -8,22 +8,19 @@ reads the file.
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tercet.errors import UsageError
+
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
 # What code raises for a value of the wrong type or size.
 WRONG_VALUE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-
-
-# Bare or quoted parts with dots in between. tomllib takes quadratic time for them, and no key of ours has five.
-_LONG_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -34,8 +31,6 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    if _LONG_KEY.search(text):
-        raise ValueError("a key has more than 64 parts")
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -53,6 +48,14 @@ def read_json(path: Path, kind: type[Exception], fix: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise kind(f"{path} contains a {type(value).__name__}, expected an object: {fix}")
     return value
+
+
+def launch_number(name: str, value: str, *, least: int = 0, most: int = 2**31 - 1) -> int:
+    """The value of a variable that torchrun sets, such as RANK."""
+    number = int(value) if value.isascii() and value.isdecimal() and len(value) < 12 else -1
+    if not least <= number <= most:
+        raise UsageError(f"{name}={value!r} must be an integer from {least} to {most}: unset it, or use torchrun")
+    return number
 
 
 def first_problem(error: ValidationError, *inside: str) -> str:

@@ -155,7 +155,7 @@ def down(value: float, dtype: torch.dtype) -> Callable[[dict[str, torch.Tensor]]
         ("llama", {}, down(1, torch.float8_e4m3fn), "has type F8_E4M3"),
         ("llama", {}, down(float("nan"), torch.bfloat16), "down_proj.weight has NaN or infinite weights"),
         ("llama", {}, down(1e300, torch.float64), "has NaN or infinite weights"),
-        ("llama", {"transformers_weights": "none.safetensors"}, None, "cannot be compared .* pass --check=false"),
+        ("llama", {"transformers_weights": "none.safetensors"}, None, "cannot be compared .* pass --no_check"),
     ],
     ids=lambda given: given.replace(" ", "-")[:40] if isinstance(given, str) else "",
 )
@@ -195,7 +195,7 @@ def test_an_import_that_differs_is_an_error_and_leaves_nothing(tmp_path, monkeyp
     assert cli.main(command) == 1
     assert "differs from what transformers computes: logits of 16 tokens differ by" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
-    assert cli.main([*command, "--check=false"]) == 0
+    assert cli.main([*command, "--no_check"]) == 0
     assert "not compared with transformers" in capsys.readouterr().out
 
 

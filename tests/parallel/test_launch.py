@@ -41,7 +41,7 @@ def test_a_launch_that_does_not_fit_is_refused_with_the_torchrun_command(paralle
         check_launch(ParallelConfig(**parallel), ALONE, "cuda" if gpus else "cpu", gpus)
     line = f"{program('torchrun')} --standalone --nproc-per-node={asked.format('tercet train --preset m7c')}"
     assert line in str(error.value).splitlines()[1]
-    assert ("--allow-single-rank" in str(error.value)) == (not parallel)
+    assert ("--parallel.allow_single_rank" in str(error.value)) == (not parallel)
 
 
 def test_one_process_is_allowed_on_request_warned_about_in_ci_and_fine_on_a_cpu(monkeypatch):

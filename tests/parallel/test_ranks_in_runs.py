@@ -92,7 +92,7 @@ def test_checkpoints_of_two_ranks_resume_on_one_and_then_on_four(fork_server, tm
     with RankedRun(fork_server, tmp_path / "out", 2, *command, env={"NSA_ACCUM": "4"}) as run:
         assert run.wait() == 0, run.text
     # only rank 0 prints the header, notes and warnings
-    for text in ("strategy  ", "warmup_steps=2 covers all 2 steps", "warning: NSA_ACCUM=4 is set but not read"):
+    for text in ("strategy  ", "warmup_steps=2 covers all 2 steps", "warning: not read: NSA_ACCUM"):
         assert run.text.count(text) == 1, run.text
     one = load("tiny", flags=SETTINGS | {"train.steps": 4, "run.dir": str(folder)}).config
     assert train(one, resume="auto") == 0
@@ -169,13 +169,11 @@ def test_ranks_that_share_a_sequence_train_like_one(fork_server, tmp_path, alone
 
 
 def test_a_number_of_ranks_that_does_not_divide_a_step_is_refused_with_those_that_do():
-    with pytest.raises(ConfigError, match=r"set it to 384 or 768, or launch 1 or 2 or 4 ranks"):
+    with pytest.raises(ConfigError, match=r"set it to 384 or 768, or use a smaller train.micro_batch or fewer ranks"):
         load(
             "tiny",
             flags=SETTINGS | {"parallel.strategy": "ddp", "parallel.world_size": 3, "train.tokens_per_step": 512},
         )
-    with pytest.raises(ConfigError, match=r"or launch 1 or 2 ranks, or train.micro_batch 1$"):
-        load("tiny", flags=SETTINGS | {"parallel.strategy": "ddp", "parallel.world_size": 4})
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def sweep(
     if whole.train.stages:
         print(f"note: train.stages has no effect: all steps are like those of its first, {whole.train.stages[0]}")
     words = [sys.executable, "-m", "tercet", "train", "--preset", preset, *(["--config", config] if config else [])]
-    words += ["--run.device", device, "--log.no_tensorboard", "--allow-single-rank"]
+    words += ["--run.device", device, "--log.no_tensorboard", "--parallel.allow_single_rank"]
     rates = sorted(set(lrs))
     print(f"{len(rates)} learning rates, {steps} steps each, at most {seconds:g} s")
     found: list[Rate] = []

@@ -151,7 +151,7 @@ def call(function: Callable[..., T], arguments: Sequence[str], *, prog: str, pos
 def bind(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The values of these options, checked, as arguments of the function."""
     hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters.values()
-    named = {p.name: {} for p in parameters if p.default is p.empty and is_table(hints[p.name])}
+    named: dict[str, Any] = {p.name: {} for p in parameters if p.default is p.empty and is_table(hints[p.name])}
     named |= nest({name: as_none(name, value) for name, value in given.items()})
     for name, value in named.items():
         try:
@@ -172,7 +172,7 @@ def read_arguments(arguments: Sequence[str], options: Mapping[str, Key], *, prog
     found, unknown = Parser(prog, {"": options.values()}).parse_known_intermixed_args([*words, *arguments[end:]])
     if unknown:
         raise ConfigError(_unknown(unknown[0], options, prog))
-    given = {}
+    given: dict[str, Any] = {}
     for name, option in options.items():
         if name in (values := vars(found)):
             texts = [values[name]] if isinstance(values[name], str) else values[name]

@@ -136,12 +136,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file; errors are one line and name the file."""
     try:
         return parse_toml(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"config file {path} does not exist") from None
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"config file {path} is not UTF-8 text") from None
     except ValueError as error:
         raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
 
@@ -159,19 +155,14 @@ def to_toml(config: RunConfig, origins: Mapping[str, str] | None = None) -> str:
     return toml_dumps(values, comments=origins or {})
 
 
-def describe(
-    config: RunConfig, origins: Mapping[str, str], *, changed_only: bool = True, without: Container[str] = ()
-) -> list[str]:
-    """Lines of `key = value  # origin`.
-
-    By default only values that differ from the defaults or were given as flags: a saved configuration sets every key,
-    and repeating it should not print them all. without: origins to leave out.
-    """
+def describe(config: RunConfig, origins: Mapping[str, str], *, without: Container[str] = ()) -> list[str]:
+    """Lines of `key = value  # origin`, of the values that differ from the defaults or were given as flags: a saved
+    configuration sets every key, and repeating it should not print them all. without: origins to leave out."""
     defaults = flatten(RunConfig())
     shown = [
         (f"{path} = {toml_value(value)}", origins.get(path, DEFAULT))
         for path, value in flatten(config).items()
-        if not changed_only or value != defaults[path] or origins.get(path) == FLAG
+        if value != defaults[path] or origins.get(path) == FLAG
         if origins.get(path) not in without
     ]
     width = min(max((len(text) for text, _ in shown), default=0), 60)
@@ -238,7 +229,7 @@ def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[
             rule = rule.partition(", ")[0]
         if entry is not None:
             field = ".".join(map(str, inside[entry + 1 :]))
-            rule = f"{field and f'{field} of '}entry {inside[entry] + 1}: {rule}"
+            rule = f"{field and f'{field} of '}entry {int(inside[entry]) + 1}: {rule}"
         elif parsed and known and known.default and not known.choices and isinstance(known.default, int | float | str):
             rule += f", such as {known.default}"
         rules = problems.setdefault(name, [])

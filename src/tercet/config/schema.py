@@ -93,7 +93,7 @@ class RunConfig(Section):
                 f"profile.steps={self.profile.steps} begins after the last step, train.steps={self.train.steps}: trace "
                 "earlier steps, or raise train.steps"
             )
-        for number, stage in enumerate(self.stages, 1):
+        for number, stage in enumerate(self.stages):
             try:
                 stage._check_tokens_per_step()
                 stage._check_context()
@@ -101,25 +101,23 @@ class RunConfig(Section):
             except ValueError as error:
                 if not self.train.stages:
                     raise
-                entry = str(self.train.stages[number - 1])
-                rule, unit = str(error), stage.tokens_per_pass
-                fits = -(-stage.train.tokens_per_step // unit) * unit
-                if fits != stage.train.tokens_per_step and "tokens_per_step" not in entry:
-                    rule += f"; for this stage alone write {entry}:tokens_per_step={fits}"
-                raise ValueError(f"train.stages: stage {number} ({entry}): {rule}") from None
-        self._check_selector_only()
+                # What the message says of train.tokens_per_step also holds for the stage's own.
+                raise ValueError(f"train.stages: stage {number + 1} ({self.train.stages[number]}): {error}") from None
+        if self.train.selector.only and (found := self.nothing_to_choose):
+            raise ValueError(
+                f"train.selector.only=true has nothing to train: {found.reason}: {found.fix}, or drop "
+                "train.selector.only"
+            )
         return self
 
     def _check_tokens_per_step(self) -> None:
-        unit = self.tokens_per_pass
-        tokens = self.train.tokens_per_step
+        unit, tokens = self.tokens_per_pass, self.train.tokens_per_step
         if tokens % unit:
             below, above = tokens // unit * unit, (tokens // unit + 1) * unit
-            choices = f"{below} or {above}" if below else f"{above}"
             raise ValueError(
                 f"train.tokens_per_step={tokens} is not a multiple of train.micro_batch × data.seq_len × ranks = "
                 f"{self.train.micro_batch} × {self.data.seq_len} × {self.parallel.data_ranks} = {unit}: "
-                f"set it to {choices}{self._other_fixes()}"
+                f"set it to {f'{below} or ' if below else ''}{above}, or use a smaller train.micro_batch or fewer ranks"
             )
 
     def _check_context(self) -> None:
@@ -139,12 +137,10 @@ class RunConfig(Section):
         batch, length, ranks = self.train.micro_batch, self.data.seq_len, self.parallel.context
         if batch * length % (2 * ranks):
             unit = 2 * ranks // math.gcd(2 * ranks, batch)
-            lengths = [n for n in (length // unit * unit, (length // unit + 1) * unit) if n >= 2]
-            batch_unit = 2 * ranks // math.gcd(2 * ranks, length)
+            below, above = length // unit * unit, (length // unit + 1) * unit
             raise ValueError(
                 f"train.micro_batch × data.seq_len = {batch} × {length} = {batch * length} is not a multiple of "
-                f"2 × context ranks = {2 * ranks}: use "
-                f"data.seq_len {_last_few(lengths)}, or train.micro_batch {(batch // batch_unit + 1) * batch_unit}"
+                f"2 × context ranks = {2 * ranks}: use data.seq_len {f'{below} or ' if below else ''}{above}"
             )
 
     def _check_selector(self) -> None:
@@ -174,21 +170,6 @@ class RunConfig(Section):
                 "train.cuda_graph off or auto"
             )
 
-    def _check_selector_only(self) -> None:
-        selector = self.train.selector
-        if not selector.only:
-            return
-        if selector.weight == 0:
-            raise ValueError(
-                "train.selector.only=true has nothing to train with train.selector.weight=0, the weight of the only "
-                "loss: use a weight above 0, or drop train.selector.only"
-            )
-        if found := self.nothing_to_choose:
-            raise ValueError(
-                f"train.selector.only=true has nothing to train: {found.reason}: {found.fix}, or drop "
-                "train.selector.only"
-            )
-
     @property
     def nothing_to_choose(self) -> NoChoice | None:
         """Why no query has a choice of blocks, in any stage; None if some have."""
@@ -204,25 +185,6 @@ class RunConfig(Section):
         source = self.train.init_from
         train = self.train.model_copy(update={"init_from": None if source is None else absolute(source)})
         return self.model_copy(update={"data": self.data.with_absolute_paths(), "train": train})
-
-    def _other_fixes(self) -> str:
-        """Rank counts and micro-batch sizes that divide the sequences of a step, as the end of an error message."""
-        sequences, rest = divmod(self.train.tokens_per_step, self.data.seq_len)
-        if rest:
-            fewest = self.data.seq_len * self.parallel.data_ranks
-            short = self.train.tokens_per_step < self.tokens_per_pass and self.train.micro_batch > 1
-            return f", or to {fewest} with train.micro_batch 1" if short else ""
-        fixes = ""
-        ranks, micro_batches = self.parallel.data_ranks, sequences // self.train.micro_batch
-        if max(sequences, micro_batches) > 2**20:  # looking for divisors would take too long
-            return ""
-        if ranks > 1 and sequences % self.train.micro_batch == 0:
-            fit = [n * self.parallel.context for n in range(1, micro_batches + 1) if micro_batches % n == 0]
-            fixes += f", or launch {_last_few(fit)} rank{'s' * (fit != [1])}"
-        if sequences % ranks == 0:
-            fit = [n for n in range(1, sequences // ranks + 1) if sequences // ranks % n == 0]
-            fixes += f", or train.micro_batch {_last_few(fit)}"
-        return fixes
 
     @property
     def stages(self) -> tuple[Self, ...]:
@@ -322,7 +284,3 @@ def largest_divisor(number: int, largest: int) -> int:
     """The largest divisor of `number` that is at most `largest`; 1 for 0."""
     below = range(min(number, largest, 2**20), 1, -1)
     return next((n for n in below if number % n == 0), 1)
-
-
-def _last_few(numbers: list[int]) -> str:
-    return " or ".join(map(str, numbers[-4:]))

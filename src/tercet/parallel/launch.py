@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from tercet import hints
-from tercet.config.environment import launch_number
 from tercet.config.sections import ParallelConfig
 from tercet.errors import TercetError, UsageError, first_few
+from tercet.parse import launch_number
 from tercet.version import __version__
 
 FIRST_STEP_SECONDS = 1800  # for other ranks: compilation and loading may take unequal times
@@ -106,7 +106,7 @@ def check_launch(parallel: ParallelConfig, launch: Launch, device: str, gpus: in
         return [f"{problem} (only a warning because CI is set)"]
     raise WrongLaunch(
         f"{problem}; start with\n  {torchrun_command(gpus, gpus, parallel.strategy)}\n"
-        "or pass --allow-single-rank to use one GPU on purpose"
+        "or pass --parallel.allow_single_rank to use one GPU on purpose"
     )
 
 

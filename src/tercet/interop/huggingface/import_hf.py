@@ -135,7 +135,7 @@ def import_model(
     with atomic_folder(out) as folder:
         _write(source, folder, written, weights)
         if theirs is not None:
-            skipped = "not compared with transformers, as --check=false says"
+            skipped = "not compared with transformers, as --no_check says"
             notes.append(_compare(source, theirs, folder, config, windows) if check else skipped)
         if check and theirs is not None and not config.spec("nsa").gated and (source / TOKENIZER).is_file():
             notes += _compare_sparse(source, folder, run, windows)
@@ -400,7 +400,7 @@ def _expected_logits(
     except Exception as error:  # of many kinds
         raise FolderError(
             f"{source} cannot be compared with what transformers computes, which fails ({describe(error)}): copy the "
-            "model again or, to import it without this check, pass --check=false"
+            "model again or, to import it without this check, pass --no_check"
         ) from None
 
 
