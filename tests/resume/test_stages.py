@@ -154,7 +154,7 @@ def test_a_stage_trains_with_its_rope_theta(tmp_path: Path) -> None:
 
 
 def test_a_stage_sets_every_rope_base_and_the_weight_of_selectors(tmp_path: Path) -> None:
-    learned = {"model__selector": "learned", "train__selector__weight": 2.0, "train__selector__every": 16}
+    learned = {"model__selector": "learned", "train__selector__every": 16}
     config = config_of(tmp_path, "64:2,64:2:rope_theta=50:tokens_per_step=512", 4, **learned)
     state = build_state(config, torch.device("cpu"), Single(), None)
     model = state.model
@@ -163,7 +163,7 @@ def test_a_stage_sets_every_rope_base_and_the_weight_of_selectors(tmp_path: Path
         layers = model.attention_layers()
         rotaries = [model.rotary, *(layer.rotary for layer in layers), *(layer.selector.rotary for layer in layers)]
         assert {rotary.theta for rotary in rotaries} == {model.config.rope_theta} == {theta}
-        assert {layer.selector.weight for layer in layers} == {2.0 / accumulation}
+        assert {layer.selector.weight for layer in layers} == {1.0 / accumulation}
         assert model.selector_every == 16
 
 

@@ -115,14 +115,14 @@ def test_too_many_nonfinite_steps_stop_the_run(tmp_path: Path, every: int) -> No
     with pytest.raises(TercetError, match="were not finite") as error:
         train_small(
             folder, train__steps=30, train__lr=1e25, train__warmup_steps=0, train__clip=0.0,
-            train__max_skipped_in_row=2, log__every=every,
+            train__max_skipped=2, log__every=every,
         )  # fmt: skip
     told = list(read_events(events_file(folder)))
     skipped = next(e for e in told if isinstance(e, StepsSkipped))
     first = skipped.steps[0]
     assert first >= 2
     assert f"up to step {first + 2} " in str(error.value)
-    assert "not finite in 3 steps of the run (train.max_skipped=100), 3 of them in a row" in str(error.value)
+    assert "not finite in 3 steps of the run (train.max_skipped=2), 3 of them in a row" in str(error.value)
     assert isinstance(told[-1], RunEnded)
     assert told[-1].outcome == "halted"
 
@@ -132,7 +132,7 @@ def test_steps_after_the_weights_froze_are_never_saved(tmp_path: Path) -> None:
     explosive: dict[str, Any] = {"train__lr": 1e25, "train__warmup_steps": 0, "train__clip": 0.0}
     with pytest.raises(TercetError, match="were not finite"):
         train_small(
-            tmp_path / "run", train__steps=30, train__max_skipped_in_row=0, log__every=30, checkpoint__every=1,
+            tmp_path / "run", train__steps=30, train__max_skipped=0, log__every=30, checkpoint__every=1,
             **explosive,
         )  # fmt: skip
     skipped = events_of(tmp_path / "run", StepsSkipped)[0]

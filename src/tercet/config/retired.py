@@ -62,6 +62,8 @@ RETIRED: dict[str, Retired] = {
     "parallel.first_step_seconds": Retired("0.3", 1800.0, "30 minutes, or parallel.timeout_seconds if longer"),
     "train.eps": Retired("0.3", 1e-8, "AdamW's epsilon is fixed", None),
     "train.sample_temperature": Retired("0.3", 0.7, "samples have temperature 0.7; `tercet generate` has an option"),
+    "train.max_skipped_in_row": Retired("0.3", 5, "at most 5 in a row; train.max_skipped sets how many in all"),
+    "train.selector.weight": Retired("0.3", 1.0, "the selectors' loss has the weight 1; set train.selector.lr", None),
     "train.muon.momentum": Retired("0.3", 0.95, "Muon's momentum is fixed", None),
     "train.muon.nesterov": Retired("0.3", True, "Muon always has Nesterov momentum", None),
     "train.muon.weight_decay": Retired("0.3", None, "Muon uses train.weight_decay", None),

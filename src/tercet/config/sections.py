@@ -33,13 +33,6 @@ class Section(BaseModel):
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
     )
 
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        super().__pydantic_init_subclass__(**kwargs)
-        for field in cls.model_fields.values():
-            # --help wraps lines itself; this file's line breaks would leave ragged ones.
-            field.description = " ".join((field.description or "").split())
-
 
 def resolved_precision(precision: str, device_type: str) -> str:
     """bf16 or fp32: what train.precision means on a device."""
@@ -59,8 +52,6 @@ class SelectorConfig(Section):
     """With teacher=selected: use teacher=all before this step."""
     every: int = Field(default=128, ge=1)
     """Compute the selector's loss on one query in this many. Lower it if that is fewer than 64 queries per step."""
-    weight: float = Field(default=1.0, ge=0)
-    """Weight of the selector's loss; 0: the selector does not learn."""
     lr: float | None = Field(default=None, gt=0)
     """Peak learning rate, with train.schedule; none: train.lr."""
 
@@ -173,9 +164,7 @@ class TrainConfig(Section):
     """Prompt of the text samples; empty: "def " for data.source=python-source, else the beginning of a document."""
 
     max_skipped: int = Field(default=100, ge=0)
-    """Non-finite steps to skip in the whole run before stopping; 0: stop at the first."""
-    max_skipped_in_row: int = Field(default=5, ge=0)
-    """Consecutive non-finite steps to skip before stopping; 0: stop at the first."""
+    """Non-finite steps to skip in the whole run, and at most 5 in a row, before stopping; 0: stop at the first."""
 
     init_from: str | None = None
     """Checkpoint folder or .safetensors file with initial weights. Training starts at step 0 with fresh data."""
@@ -285,7 +274,7 @@ class ParallelConfig(Section):
     """All but single: bf16 halves what gradients take on the wire; none: fp32."""
 
     sharding: Literal["full", "grad_op"] = "full"
-    """fsdp, hsdp: full frees gathered weights after forward and gathers them again in backward; grad_op keeps them
+    """fsdp, hsdp, cp: full frees gathered weights after forward and gathers them again in backward; grad_op keeps them
     until backward (more memory, less communication)."""
     shard_ranks: int = Field(default=0, ge=0)
     """hsdp: ranks that share one copy of the weights; 0: the ranks of one machine."""

@@ -159,7 +159,7 @@ def build_state(
     model = strategy.prepare(model)
     configure_selectors(model, config.stages[0])
     optimizer = build_optimizer(model, config.train)
-    guard = NonFiniteGuard(device, config.train.max_skipped, config.train.max_skipped_in_row)
+    guard = NonFiniteGuard(device, config.train.max_skipped)
     state = TrainState(model, optimizer, guard, Interval(device), device)
     if use_graph:
         auto = config.train.cuda_graph == "auto"
@@ -200,7 +200,7 @@ def configure_selectors(model: nn.Module, config: RunConfig) -> None:
     """Settings of train.selector. The loss is a mean over the step's micro-batches, like the loss of the model."""
     for module in model.modules():
         if isinstance(module, BlockSelector):
-            module.weight = config.train.selector.weight / config.accumulation
+            module.weight = 1.0 / config.accumulation
         if isinstance(module, Transformer):
             module.selector_every = config.train.selector.every
 

@@ -168,13 +168,16 @@ def run_eager(
     return total
 
 
+MOST_SKIPPED_IN_A_ROW = 5  # non-finite steps
+
+
 class NonFiniteGuard:
     """Skips and counts non-finite steps on the device; the host reads the counts at the next log line.
 
     Past a limit it freezes the weights until the host stops the run.
     """
 
-    def __init__(self, device: torch.device, max_total: int, max_in_row: int) -> None:
+    def __init__(self, device: torch.device, max_total: int, max_in_row: int = MOST_SKIPPED_IN_A_ROW) -> None:
         self.max_total, self.max_in_row = max_total, max_in_row
         self._total = torch.zeros((), dtype=torch.int64, device=device)
         self._in_row = torch.zeros((), dtype=torch.int64, device=device)

@@ -393,7 +393,7 @@ class Trainer:
         raise Halted(
             f"stopped: losses or gradients were not finite in {plural(guard.total(), 'step')} of the run "
             f"(train.max_skipped={guard.max_total}), {guard.in_row()} of them in a row up to step {step} "
-            f"(train.max_skipped_in_row={guard.max_in_row}); {describe_newest(self.folder.checkpoints)}; a lower "
+            f"(at most {guard.max_in_row}); {describe_newest(self.folder.checkpoints)}; a lower "
             "train.lr may help (on a resume with --checkpoint.allow_config_change)"
         )
 
