@@ -59,15 +59,6 @@ def test_a_group_lists_its_commands_without_other_functions_of_the_module(capsys
     assert not {"describe", "describe-shards"} & listed
 
 
-def test_plan_shows_parameters_memory_and_time(capsys):
-    code, out, err = run(capsys, "plan", "--preset", "m7c", "--gpu", "H200", "--train.steps", "100")
-    assert (code, err) == (0, "")
-    assert "78.4M" in out
-    assert "100 steps" in out
-    assert "optimizer" in out
-    assert "989 TFLOP/s" in out
-
-
 def test_a_plan_takes_no_time_from_the_peak_of_another_arithmetic(capsys):
     def time(*flags: str) -> tuple[str, float | None]:
         words = run(capsys, "plan", "--preset", "m7c", *flags)[1].split("\ntime ")[1]
@@ -288,22 +279,6 @@ def test_the_first_import_that_takes_seconds_is_announced(capsys, monkeypatch):
         for name in ("json", "transformers", "torch"):
             announcer.find_spec(name)
         assert capsys.readouterr().err == said
-
-
-def test_train_hands_config_origins_and_resume_to_the_trainer(capsys, monkeypatch):
-    import types
-
-    calls = []
-
-    def train(config, *, origins, resume):
-        calls.append((config, origins, resume))
-        return 3
-
-    monkeypatch.setitem(sys.modules, "tercet.train.trainer", types.SimpleNamespace(train=train))
-    code, _, _ = run(capsys, "train", "--preset", "tiny", "--train.steps", "12", "--run.dir", "x", "--resume", "auto")
-    ((config, origins, resume),) = calls
-    assert (code, resume, config.train.steps, config.run.dir) == (3, "auto", 12, "x")
-    assert (origins["train.steps"], origins["model.dim"], origins["train.betas"]) == ("flag", "preset tiny", "default")
 
 
 def test_a_resumed_run_uses_its_own_configuration(capsys, monkeypatch, tmp_path):

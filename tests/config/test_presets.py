@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from tercet import plan
@@ -99,17 +97,6 @@ def test_a_plan_for_a_gpu_warns_of_sizes_that_the_kernels_do_not_take(changes, r
     assert not any("kernels" in text for text in warnings(**{"model.backend": "reference"}))
     with pytest.raises(UsageError, match=f"model.backend=triton cannot run: {reason}"):
         warnings(**{"model.backend": "triton"})
-
-
-def test_a_shuffle_block_is_sized_by_the_vocabulary_not_by_the_tokenizer_name():
-    def held(tokenizer, vocab_size):
-        flags = {"data.seq_len": 65536, "train.tokens_per_step": 4 * 65536, "data.tokenizer": tokenizer}
-        config = load("tiny", flags=flags | {"model.vocab_size": vocab_size}).config
-        (warning,) = make_plan(config, Device("CPU", 1e11, None, 0.3)).warnings
-        return re.search(r"holds (\S+) GiB", warning)[1]
-
-    assert held("mine/tokenizer.json", 256) == held("byte", 256) == held("byte", 320) == "8.0"
-    assert held("mine/tokenizer.json", 320) == "16.0"
 
 
 @pytest.mark.parametrize(
