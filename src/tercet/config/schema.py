@@ -250,23 +250,16 @@ class RunConfig(Section):
 
 def uses_cuda_graph(config: RunConfig, device_type: str) -> bool:
     """Whether passes may run as CUDA graphs: on request, or with `auto` where nothing prevents it."""
-    if config.train.cuda_graph == "off":
-        return False
-    problem = cuda_graph_problem(config, device_type)
-    if problem is not None and config.train.cuda_graph == "on":
-        raise UsageError(f"train.cuda_graph=on {problem}; use --train.cuda_graph off, or auto")
-    return problem is None
-
-
-def cuda_graph_problem(config: RunConfig, device_type: str) -> str | None:
-    """Why passes cannot run as CUDA graphs."""
+    asked, strategy = config.train.cuda_graph, config.parallel.strategy
+    problem = None
     if device_type != "cuda":
-        return f"on a {device_type}: CUDA graphs need a GPU"
-    if config.parallel.strategy != "single":
-        return f"with parallel.strategy={config.parallel.strategy}: communication between ranks cannot be captured"
-    if config.run.deterministic and config.train.cuda_graph == "auto":
-        return "with run.deterministic: auto depends on measured times, and a graph changes the last bits"
-    return None
+        problem = f"on a {device_type}: CUDA graphs need a GPU"
+    elif strategy != "single":
+        problem = f"with parallel.strategy={strategy}: communication between ranks cannot be captured"
+    if asked == "on" and problem is not None:
+        raise UsageError(f"train.cuda_graph=on {problem}; use --train.cuda_graph off, or auto")
+    # Under auto measured times decide, and a graph changes the last bits.
+    return problem is None and (asked == "on" or (asked == "auto" and not config.run.deterministic))
 
 
 def kernel_warning(config: RunConfig, device_type: str) -> str | None:
