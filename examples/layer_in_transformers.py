@@ -36,7 +36,7 @@ class InLlama(nn.Module):
             self.layer.q_proj.weight.copy_(attention.q_proj.weight)
             self.layer.o_proj.weight.copy_(attention.o_proj.weight)
             self.layer.kv_proj.weight.copy_(torch.cat((attention.k_proj.weight, attention.v_proj.weight)).repeat(3, 1))
-        open_gate(self.layer, "selected", 8.0)
+        open_gate(self.layer.gate, 8.0)
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         # The layer is causal and applies RoPE itself: Llama's mask and rotary embeddings are not needed.

@@ -32,7 +32,7 @@ from tercet.bench.attention import OWN
 from tercet.doctor.kernels import compare
 from tercet.inference.calibrate import fact_table, load_dense, python_documentation
 from tercet.interop.huggingface import use_block_sparse
-from tercet.interop.huggingface.attention import NAME
+from tercet.interop.huggingface.support import NAME
 from tercet.model.config import ModelConfig
 
 PLACES = ("Lisbon", "Oslo", "Cairo", "Lima", "Kyoto", "Quebec", "Nairobi", "Dublin", "Hanoi", "Tunis", "Bergen",

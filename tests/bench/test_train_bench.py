@@ -13,7 +13,7 @@ from tercet.bench import commands, settings, train, train_cell
 from tercet.config.load import load
 from tercet.doctor.machine import FAILED, Finding
 from tercet.errors import TercetError
-from tercet.interop.options import attention_options
+from tercet.interop.options import ImportOptions, attention_options
 from tercet.model.config import ModelConfig
 
 CPU = {"run.device": "cpu", "model.layers": 1}
@@ -86,9 +86,10 @@ def test_kinds_of_a_shape_are_measured_in_a_row():
 def test_the_block_sparse_kind_is_what_an_import_gives(selector: str) -> None:
     (one,) = train.cells_of("m7c", ("block-sparse",), [(1, 64)], ("none",), (), {"model.selector": selector})
     dense = load(preset="m7c-dense", flags={"model.compress_selected_keys": False}).config.model.model_dump()
-    own = set(attention_options("block-sparse", 0, selector)) | {"shared_kv", "branches"}
+    options = attention_options(ImportOptions(attention="block-sparse", selector=selector))
+    own = {*options, "shared_kv", "branches", "compression"}
     imported = {key: value for key, value in dense.items() if key not in own}
-    wanted = ModelConfig.model_validate(imported | attention_options("block-sparse", 0, selector))
+    wanted = ModelConfig.model_validate(imported | options)
     assert train_cell.configured(one).model == wanted
 
 

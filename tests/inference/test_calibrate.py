@@ -142,7 +142,7 @@ def test_the_command_prints_a_table_and_stores_its_recommendation(folder, capsys
     assert main(["calibrate", str(folder), "--text", str(text), "--length", "1100", "--facts", "2", "--store"]) == 0
     assert "recommended: " in capsys.readouterr().out
     assert json.loads((folder / "config.json").read_text())["tercet"]["selector"] == "own"
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=tercet.interop.huggingface.attention.NAME)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=tercet.interop.huggingface.support.NAME)
     assert model(torch.ones(1, 600, dtype=torch.long)).logits.isfinite().all()
 
 

@@ -24,9 +24,10 @@ from transformers import (
 import tercet
 from interop.test_import import SIZES, dense_model
 from tercet.interop.huggingface import use_block_sparse
-from tercet.interop.huggingface.attention import UnsupportedError, layer_attention, layout_mask
-from tercet.interop.huggingface.export import export_dense
+from tercet.interop.huggingface.attention import layer_attention, layout_mask
+from tercet.interop.huggingface.export import export
 from tercet.interop.huggingface.import_hf import import_model
+from tercet.interop.huggingface.support import UnsupportedError
 
 FAMILIES = {
     "llama": LlamaConfig(**SIZES, attention_bias=True),
@@ -79,7 +80,7 @@ def test_below_dense_below_logits_and_gradients_are_the_dense_models(family: str
 def test_an_exported_model_computes_what_it_computed_in_tercet(family: str, tmp_path):
     dense_model(tmp_path / "dense", FAMILIES[family])
     import_model(tmp_path / "dense", tmp_path / "ours", attention="block-sparse*2,dense", nsa=NSA, dense_below=30)
-    export_dense(tmp_path / "ours", tmp_path / "back", family)
+    export(tmp_path / "ours", tmp_path / "back", family)
     ours, tokens = tercet.load_model(tmp_path / "ours"), some_tokens(2, 90)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="tercet")
     with torch.no_grad():
@@ -166,18 +167,7 @@ def test_tokens_after_a_cache_equal_whole_sequences(sparse, options: dict, padde
     torch.testing.assert_close(torch.cat(parts, 1)[real], whole[real], **ERROR)
 
 
-def four_dimensional(real: Tensor, kind: str) -> Tensor:
-    """Causal plus padding. `open` padding that could read nothing reads everything."""
-    seen = real[:, None, None] & torch.ones(2 * real.shape[1:], dtype=torch.bool).tril()
-    if kind == "bool":
-        return seen
-    if kind == "open":
-        seen |= ~seen.any(-1, keepdim=True) & real.any(1)[:, None, None, None]
-    hidden = torch.finfo(torch.float64).min if kind == "open" else -torch.inf
-    return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, hidden)
-
-
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(24))
 def test_masks_mean_what_they_mean_to_sdpa(llama, seed: int):
     rng = random.Random(seed)
     batch, width, room = rng.randint(1, 3), rng.randint(2, 40), 48
@@ -188,17 +178,12 @@ def test_masks_mean_what_they_mean_to_sdpa(llama, seed: int):
         row[width - int(right * rng.random() * width) :] = False
         if rng.random() < 0.2:
             row[rng.randrange(width)] = False
-    kind = rng.choice(["int64", "bool", "float32", "longer", "4d bool", "4d open", "4d -inf", "none"])
-    kind = "int64" if kind == "float32" and not real.any() else kind
+    kind = rng.choice(["int64", "bool", "float32", "longer", "none"])
     if kind == "none":
         real[:] = True
-    elif kind.startswith("4d"):
-        whole = four_dimensional(real, kind[3:]).expand(-1, rng.choice([1, 4]), -1, -1)
-    else:
-        whole = F.pad(real, (0, 8)) if kind == "longer" else real
-        whole = whole.to(getattr(torch, kind)) if kind != "longer" else whole.long()
-    caches = ["whole"] if kind == "4d open" else ["dynamic", "static", *["whole"] * (kind != "longer")]
-    cache = rng.choice(caches)
+    whole = F.pad(real, (0, 8)).long() if kind == "longer" else real
+    whole = whole.to(getattr(torch, kind)) if kind not in ("longer", "none") else whole
+    cache = rng.choice(["dynamic", "static", *["whole"] * (kind != "longer")])
     cuts = sorted({0, width, *(rng.sample(range(width), rng.randint(0, min(3, width))) if cache != "whole" else ())})
     positions = (real.cumsum(1) - 1).masked_fill(~real, 1) if rng.random() < 0.5 else None
 
@@ -207,11 +192,7 @@ def test_masks_mean_what_they_mean_to_sdpa(llama, seed: int):
         parts = []
         for start, stop in itertools.pairwise(cuts):
             mask = None
-            if kind.startswith("4d"):
-                mask = whole[:, :, start:stop, :stop]
-                if cache == "static":
-                    mask = F.pad(mask, (0, room - stop), value=0 if mask.dtype == torch.bool else -torch.inf)
-            elif kind != "none":
+            if kind != "none":
                 mask = whole if kind == "longer" else whole[:, :stop]
             own = None if positions is None else positions[:, start:stop]
             out = llama(
@@ -320,17 +301,9 @@ def test_settings_that_cannot_be_used_are_refused(sparse, settings: dict[str, ob
 
 def test_arguments_that_cannot_be_used_are_refused(sparse):
     tokens, restart = some_tokens(1, 30), torch.arange(30)[None] % 20
-    causal = torch.ones(1, 1, 30, 30, dtype=torch.bool).tril()
     for options, words in (
         ({"output_attentions": True}, "output_attentions=True .*use eager"),
-        ({"attention_mask": torch.ones(1, 1, 30, 30)}, r"\[1, 1, 30, 30\] of float32 has values .*0 for padding"),
-        ({"attention_mask": causal.long()}, "of int64 is neither bool"),
-        ({"attention_mask": torch.zeros(1, 1, 30, 30)}, "is not causal plus padding"),
-        ({"attention_mask": causal.tril(-1)}, "is not causal plus padding"),
-        ({"attention_mask": causal.triu(-9)}, "is not causal plus padding"),
-        ({"attention_mask": causal, "position_ids": restart}, "restart within a row"),
-        ({"attention_mask": torch.cat((causal, causal.triu(-1)), 1)}, "differs between heads"),
-        ({"attention_mask": causal[..., :20]}, r"\[1, 1, 30, 20\] .*does not fit .*\[1, 30\]"),
+        ({"attention_mask": torch.ones(1, 1, 30, 30)}, r"attention_mask \[1, 1, 30, 30\] .*pass one \[batch, tokens\]"),
         ({"attention_mask": torch.ones(2, 30)}, r"\[2, 30\] .*does not fit .*\[1, 30\]"),
         ({"attention_mask": torch.ones(1, 20)}, r"\[1, 20\] .*does not fit .*\[1, 30\]"),
         ({"attention_mask": torch.ones(1, 40)}, "has 40 tokens, the input 30"),
@@ -340,7 +313,7 @@ def test_arguments_that_cannot_be_used_are_refused(sparse):
         with pytest.raises(UnsupportedError, match=words):
             sparse(tokens, use_cache=False, **options)
     cache = sparse(tokens, position_ids=restart, use_cache=True).past_key_values
-    with pytest.raises(UnsupportedError, match=r"position_ids 10 .* the 30 tokens .*use_cache=False"):
+    with pytest.raises(UnsupportedError, match=r"position_ids 10 .* 30 tokens.*use_cache=False"):
         sparse(tokens[:, :1], position_ids=torch.tensor([[10]]), past_key_values=cache)
     q, layout = torch.zeros(1, 4, 8, 16), layout_mask(batch_size=1, kv_length=8, q_length=8, config=sparse.config)
     with pytest.raises(UnsupportedError, match=r"attention_dropout=0\.1"):

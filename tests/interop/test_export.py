@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Library
 from tokenizers.processors import TemplateProcessing
@@ -22,14 +23,9 @@ from tercet.data.prepare import train_bpe
 from tercet.data.tokenizers import LibraryTokenizer
 from tercet.errors import TercetError
 from tercet.interop.huggingface import TercetForCausalLM
-from tercet.interop.huggingface.export import as_transformers_model, export
-from tercet.interop.huggingface.tokenizer import as_transformers_tokenizer
-from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
+from tercet.interop.huggingface.export import as_transformers_model, as_transformers_tokenizer, export
 
 PROMPTS = [[5, 9, 200], list(range(1, 60)), [(37 * i * i + 11) % 251 + 1 for i in range(17)]]
-BLOCK_SPARSE = {
-    "model__gate": "none", "model__shared_kv": True, "model__branches": ["selected"], "model__compression": "mean"
-}  # fmt: skip
 KINDS = {"nsa": {}, "dense and window": {"model__attention": "dense,window"}, "as m7c": AS_M7C}
 
 
@@ -145,22 +141,13 @@ def test_beams_are_the_same_with_and_without_cache(theirs):
     assert cached == plain
 
 
-def test_a_cache_repeats_selects_and_forgets_rows(theirs):
-    ids = torch.tensor([PROMPTS[1][:20], PROMPTS[1][20:40]])
+def test_a_cache_cannot_be_cropped_or_reset(theirs):
     with torch.no_grad():
-        expected = theirs(ids).logits[:, -1]
-        cache = theirs(ids[:, :-1], use_cache=True).past_key_values
-        assert (cache.get_seq_length(), cache.get_mask_sizes(1, 0), len(cache)) == (19, (20, 0), 2)
-        cache.batch_repeat_interleave(2)  # rows 0, 0, 1, 1
-        cache.batch_select_indices(torch.tensor([2, 1]))
-        logits = theirs(ids.flip(0)[:, -1:], past_key_values=cache).logits[:, -1]
-        torch.testing.assert_close(logits, expected.flip(0), rtol=1e-4, atol=1e-4)
-        cache.real = torch.tensor([[False, True], [True, True]])
-        cache.reorder_cache(torch.tensor([1, 0]))
-        assert cache.real.tolist() == [[True, True], [False, True]]
-        cache.reset()
-        assert (cache.get_seq_length(), cache.is_initialized) == (0, False)
-        torch.testing.assert_close(theirs(ids, past_key_values=cache).logits[:, -1], expected, rtol=1e-4, atol=1e-4)
+        cache = theirs(torch.tensor([PROMPTS[2]]), use_cache=True).past_key_values
+    assert (cache.get_seq_length(), len(cache)) == (17, 2)
+    for change in (lambda: cache.crop(-1), cache.reset, lambda: cache.batch_repeat_interleave(2)):
+        with pytest.raises(NotImplementedError, match="TercetCache"):
+            change()
 
 
 def test_only_the_logits_that_are_asked_for_are_returned(theirs):
@@ -188,7 +175,7 @@ def test_the_loss_is_that_of_shifted_labels(model, theirs):
     ("given", "said"),
     [
         ({"inputs_embeds": torch.zeros(1, 2, 16)}, "input_ids is missing"),
-        ({"input_ids": torch.ones(1, 2).long(), "output_attentions": True}, "output_attentions=True"),
+        ({"input_ids": torch.ones(1, 2).long(), "output_attentions": True}, "output_attentions"),
         ({"input_ids": torch.ones(1, 2).long(), "head_mask": torch.ones(1)}, "head_mask"),
         ({"input_ids": torch.ones(1, 4).long(), "position_ids": torch.tensor([[0, 1, 0, 1]])}, "cu_seqlens"),
         (
@@ -206,52 +193,15 @@ def test_unsupported_arguments_are_refused(theirs, given, said):
         theirs(**given)
 
 
-GRADIENT_KINDS = {
-    "nsa": {},
-    "two-branch": {"model__branches": ["selected", "window"], "model__selector": "learned"},
-    "block-sparse": BLOCK_SPARSE,
-    "learned": {**BLOCK_SPARSE, "model__selector": "learned"},
-    "dense, window": {"model__attention": "dense,window", "model__tie_embeddings": True},
-}
-
-
-@pytest.mark.parametrize("kind", GRADIENT_KINDS)
-def test_use_cache_does_not_change_gradients(kind):
-    ids, mask = padded([PROMPTS[1], PROMPTS[2] * 3], "left")
-    labels = torch.where(mask.bool(), ids, -100)
-    for mode in ("none", "full"):
-        model = as_transformers_model(language_model(**GRADIENT_KINDS[kind]))
-        apply_activation_checkpointing(model.model.blocks, mode)
-        for training in (False, True):
-            model.train(training)
-            found = []
-            for cache in (False, True):
-                model.zero_grad()
-                out = model(ids, attention_mask=mask, labels=labels, use_cache=cache)
-                out.loss.backward()
-                found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-            assert found[0].keys() == found[1].keys()
-            assert len(found[0]) >= sum("selector" not in name for name, _ in model.named_parameters())
-            torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
-        # the cache is filled nevertheless, and what is read from it has no gradients
-        new = model(ids[:, -1:], past_key_values=out.past_key_values)
-        torch.testing.assert_close(new.logits, model(*_repeat_last(ids, mask)).logits[:, -1:], rtol=1e-4, atol=1e-4)
-        with pytest.raises(ValueError, match=r"past_key_values .* no gradients.*without past_key_values"):
-            new.logits.sum().backward()
-
-
-def _repeat_last(ids, mask):
-    return torch.cat((ids, ids[:, -1:]), 1), torch.cat((mask, mask[:, -1:]), 1)
-
-
-def square(mask, kind):
-    """The 4-dimensional mask that equals a mask of padding."""
-    seen = mask.bool()[:, None, None] & torch.ones(2 * mask.shape[1:], dtype=torch.bool).tril()
-    return seen if kind == "bool" else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf if kind == "inf" else -1e9)
+def test_training_with_a_cache_is_refused(theirs):
+    ids = torch.tensor([PROMPTS[2]])
+    with pytest.raises(ValueError, match=r"use_cache=True .*no gradients: .*use_cache=False"):
+        theirs(ids, labels=ids, use_cache=True)
+    assert not theirs(ids, use_cache=True).logits.requires_grad
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_masks_of_every_kind_are_read(model, theirs, side):
+def test_masks_are_read_whole_and_in_chunks(model, theirs, side):
     ids, mask = padded(PROMPTS, side)
     more = (20, 0, 0, 1) if side == "left" else (0, 0, 0, 1)  # a row of padding, and a first chunk
     ids, mask = F.pad(ids, more), F.pad(mask, more)
@@ -261,13 +211,12 @@ def test_masks_of_every_kind_are_read(model, theirs, side):
         for row, prompt in enumerate(PROMPTS):
             alone = model(torch.tensor([prompt]))[0]
             torch.testing.assert_close(expected[row][mask[row].bool()], alone, rtol=1e-4, atol=1e-4)
-        for given in (mask.bool(), mask.float(), square(mask, "bool"), square(mask, "inf"), square(mask, "large")):
+        for given in (mask.bool(), mask.float()):
             assert torch.equal(theirs(ids, attention_mask=given).logits, expected)
-        for way in ("bool", "inf", "whole", "longer"):
+        for longer in (False, True):
             past, parts = None, []
             for start, stop in ((0, 20), (20, 21), (21, 50), (50, width)):
-                given = {"longer": F.pad(mask, (0, 9)), "whole": mask[:, :stop]}.get(way)
-                given = square(mask, way)[:, :, start:stop, :stop] if given is None else given
+                given = F.pad(mask, (0, 9)) if longer else mask[:, :stop]
                 out = theirs(ids[:, start:stop], attention_mask=given, past_key_values=past, use_cache=True)
                 past = out.past_key_values
                 parts.append(out.logits)
@@ -282,10 +231,9 @@ def test_masks_of_every_kind_are_read(model, theirs, side):
         (torch.ones(1, 4), r"\[1, 4\] .*does not fit .*\[1, 6\], 0 for padding"),
         (torch.ones(1, 8), r"\[1, 8\] .*does not fit"),
         (torch.ones(1, 6, 6), r"\[1, 6, 6\] .*does not fit"),
-        (torch.tensor([[0, 0, 0, 0, -torch.inf, -torch.inf]]), "values other than 0 and 1"),
-        (torch.zeros(1, 6), "0 everywhere"),
-        (torch.tensor([[1, 1, 2, 2, 3, 3]]), "values other than 0 and 1"),
-        (torch.zeros(1, 1, 6, 6), "not causal plus padding"),
+        (torch.tensor([[0, 0, 0, 0, -torch.inf, -torch.inf]]), "0 for padding and 1"),
+        (torch.tensor([[1, 1, 2, 2, 3, 3]]), "0 for padding and 1"),
+        (torch.zeros(1, 1, 6, 6), "does not fit"),
     ],
 )
 def test_other_masks_are_refused(theirs, mask, said):
@@ -351,8 +299,8 @@ def another_size(file):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda file: file.unlink(), "has no model.safetensors.*incomplete"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-100]), "model.safetensors cannot be read.*cut short"),
+        (lambda file: file.unlink(), "no file named model.safetensors"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-100]), "incomplete metadata"),
         (without_a_tensor, "missing keys.*model.norm.weight"),
         (another_size, "hidden_size=32.*tercet.dim=16"),
     ],
@@ -360,7 +308,7 @@ def another_size(file):
 def test_a_damaged_folder_is_refused(folder, tmp_path, damage, said):
     copy = shutil.copytree(folder, tmp_path / "copy")
     damage(copy / "model.safetensors")
-    with pytest.raises((TercetError, ValueError), match=said) as caught:
+    with pytest.raises((TercetError, ValueError, OSError, SafetensorError), match=said) as caught:
         AutoModelForCausalLM.from_pretrained(copy)
     assert "\n" not in str(caught.value)
 

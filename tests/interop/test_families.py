@@ -148,7 +148,7 @@ def test_blocks_are_chosen_by_the_slowest_channels(family: str, channels: int | 
         ("glm", {"score_channels": 16}, "model_type='glm' does not rotate whole heads .*\"all\""),
         ("llama", {"layers": [3]}, r"layers=\[3\] must be some of .* 0 to 2"),
         ("llama", {"layers": []}, "layers="),
-        ("llama", {"scorer": "random"}, "scorer='random' is unknown"),
+        ("llama", {"scorer": "random"}, "selector: .*'random' is unknown"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(family: str, options: dict[str, Any], words: str):

@@ -23,22 +23,14 @@ from tercet.config.load import load
 from tercet.data.tokenizers import ByteTokenizer
 from tercet.errors import TercetError, UsageError
 from tercet.interop.huggingface import import_hf
-from tercet.interop.huggingface.export import export
+from tercet.interop.huggingface.export import as_transformers_tokenizer, export
 from tercet.interop.huggingface.import_hf import import_model
-from tercet.interop.huggingface.tokenizer import as_transformers_tokenizer
 
 SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 99,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "eos_token_id": 0,
-    "bos_token_id": None,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 99, "max_position_embeddings": 256, "initializer_range": 0.2,
+    "eos_token_id": 0, "bos_token_id": None,
+}  # fmt: skip
 FAMILIES = {
     "llama": LlamaConfig(**SIZES, rope_theta=5000.0, tie_word_embeddings=True),
     "llama, linear scaling": LlamaConfig(
@@ -51,11 +43,8 @@ FAMILIES = {
 NSA = NSAConfig(compress_block=4, compress_stride=2, select_block=8, select_count=8, window=64)
 LENGTH = 64
 # as nsa.md recommends: blocks that do not overlap, their mean, of the selected branch's keys
-RECOMMENDED = {
-    "nsa": replace(NSA, compress_block=NSA.compress_stride),
-    "compression": "mean",
-    "compress_selected_keys": True,
-}
+BLOCKS = replace(NSA, compress_block=NSA.compress_stride)
+RECOMMENDED = {"nsa": BLOCKS, "compression": "mean", "compress_selected_keys": True}
 PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("huggingface.md", "convert.md")]
 
 
@@ -121,7 +110,7 @@ def test_layers_of_different_kinds_match_the_dense_loss_as_far_as_all_of_them_re
     assert imported.exact_length == 48
     dense, ours = losses(theirs, tmp_path / "out", 48)
     assert abs(ours - dense) < 2e-5
-    with pytest.raises(UsageError, match=r"--attention window,nsa: .*names 2 layers but layers=3"):
+    with pytest.raises(UsageError, match="attention='window,nsa' names 2 layers but layers=3"):
         import_model(tmp_path / "dense", tmp_path / "other", attention="window,nsa")
 
 
@@ -161,12 +150,7 @@ def test_a_block_sparse_import_is_the_same_model_below_dense_below_cached_and_no
     [
         (["--attention", "block-sparse", "--gate_logit", "20"], "--gate_logit has no effect with --attention block-"),
         (["--attention", "two-branch", "--compression", "mean"], "--compression has no effect with --attention two-"),
-        (["--attention", "two-branch", "--selector", "compressed"], "--selector compressed has no effect"),
-        (["--attention", "two-branch", "--nsa.select_count", "3"], "--nsa.select_count 3 leaves"),
-        (
-            ["--attention", "dense", "--nsa.select_count", "7"],
-            "--nsa.select_count has no effect with --attention dense",
-        ),
+        (["--attention", "dense", "--nsa.select_count", "7"], "--nsa has no effect with --attention dense"),
         (["--seq_len", "0"], "--seq_len 0 is below 2"),
         (["--seq_len", "64", "--extend", "128"], "both set the length to train with"),
     ],
@@ -179,18 +163,21 @@ def test_options_without_effect_are_refused(words, message, tmp_path, capsys):
 def test_block_sparse_options_that_contradict_each_other_are_refused(tmp_path):
     dense_model(tmp_path / "dense", FAMILIES["llama"])
     for chosen, words in (
-        ({"dense_below": 5}, "--dense_below needs --attention block-sparse"),
-        ({"selector": "learned"}, "--selector needs --attention block-sparse"),
+        ({"dense_below": 5}, "--dense_below has no effect with --attention nsa: drop it, or use block-sparse"),
+        ({"selector": "learned"}, "--selector has no effect with --attention nsa"),
         ({"attention": "block-sparse,nsa,dense"}, "cannot be mixed"),
         ({"attention": "two-branch,nsa,dense"}, "two-branch and nsa cannot be mixed"),
-        ({"attention": "two-branch", "dense_below": 5}, "--dense_below needs --attention block-sparse"),
+        ({"attention": "two-branch", "dense_below": 5}, "--dense_below has no effect"),
         ({"attention": "blocksparse"}, "'blocksparse' is unknown: pick from nsa, dense, window, block-sparse"),
     ):
         with pytest.raises(UsageError, match=words):
             import_model(tmp_path / "dense", tmp_path / "out", **chosen)
-    pattern = import_model(tmp_path / "dense", tmp_path / "out", attention="block-sparse*2,dense", selector="learned")
+    learned = {"attention": "block-sparse*2,dense", "selector": "learned"}
+    with pytest.raises(UsageError, match=r"nothing to choose: every query reads all .* of at most 256 tokens"):
+        import_model(tmp_path / "dense", tmp_path / "out", **learned)
+    pattern = import_model(tmp_path / "dense", tmp_path / "out", **learned, nsa=NSA)
     assert pattern.run.model.attention_kinds == ("nsa", "nsa", "dense")
-    two = import_model(tmp_path / "dense", tmp_path / "two", attention="two-branch*2,dense").run.model
+    two = import_model(tmp_path / "dense", tmp_path / "two", attention="two-branch*2,dense", nsa=NSA).run.model
     assert two.attention_kinds == ("nsa", "nsa", "dense")
     assert (two.branches, two.selector) == (("selected", "window"), "learned")
 
@@ -198,14 +185,13 @@ def test_block_sparse_options_that_contradict_each_other_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "chosen", [{"nsa": NSA}, RECOMMENDED, {"nsa": NSA, "attention": "two-branch"}], ids=["paper", "recommended", "two"]
 )
-@pytest.mark.parametrize("cover", ["selected", "window"])
-def test_one_covering_branch_matches_the_dense_loss(family, tmp_path, cover, chosen):
+def test_the_selected_branch_matches_the_dense_loss(family, tmp_path, chosen):
     theirs, folder = family
-    imported = import_model(folder, tmp_path / "out", cover=cover, **chosen)
+    imported = import_model(folder, tmp_path / "out", **chosen)
     assert imported.exact_length == LENGTH
     dense, ours = losses(theirs, tmp_path / "out", LENGTH)
     assert abs(ours - dense) < 2e-3
-    import_model(folder, tmp_path / "shut", cover=cover, gate_logit=20.0, **chosen)
+    import_model(folder, tmp_path / "shut", gate_logit=20.0, **chosen)
     dense, ours = losses(theirs, tmp_path / "shut", LENGTH)
     assert abs(ours - dense) < 2e-5
 
@@ -227,17 +213,6 @@ def test_keys_and_values_are_copied_to_every_branch(family, tmp_path):
         assert len(norms) == (2 if hasattr(layer.self_attn, "k_norm") else 0)
         assert all(torch.equal(tied[n], layer.self_attn.k_norm.weight) for n in norms)
     assert not [n for n in tied if "compress_" in n]  # a mean has no weights
-
-
-def test_the_recommended_settings_start_as_the_same_function(family, tmp_path):
-    """All branches start with the same keys, and a learnt φ starts as the mean, so shared keys change nothing."""
-    folder, made = family[1], []
-    for name, chosen in (("own", {"nsa": RECOMMENDED["nsa"]}), ("tied", RECOMMENDED)):
-        import_model(folder, tmp_path / name, gate_logit=0.0, **chosen)
-        made.append(tercet.load_model(tmp_path / name))
-    tokens = torch.randint(1, 99, (2, 200), generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        torch.testing.assert_close(made[0](tokens), made[1](tokens), rtol=1e-4, atol=1e-4)
 
 
 def test_an_import_prints_what_sparsity_costs(tmp_path, capsys):
@@ -291,36 +266,13 @@ def test_the_import_commands_in_the_docs_work(tmp_path, monkeypatch):
     m7c, m7c_two = (load(name).config.model for name in ("m7c", "m7c-two-branch"))
     assert (two.gate, two.branches, two.selector) == (m7c_two.gate, m7c_two.branches, m7c_two.selector)
     assert (paper.compression, paper.compress_selected_keys, paper.nsa) == ("mlp", False, NSAConfig())
-    assert (recommended.compression, recommended.compress_selected_keys) == (
-        m7c.compression,
-        m7c.compress_selected_keys,
-    )
-    assert recommended.nsa == m7c.nsa
+    for name in ("compression", "compress_selected_keys", "nsa"):
+        assert getattr(recommended, name) == getattr(m7c, name)
 
 
-@pytest.mark.parametrize(
-    ("kind", "length"),
-    [("block-sparse --selector learned", length) for length in (256, 100, 128)] + [("two-branch", 128)],
-)
-def test_the_suggested_commands_for_learned_selectors_have_blocks_to_choose(tmp_path, capsys, kind, length):
-    dense_model(tmp_path / "dense", FAMILIES["llama"])
-    words = ["import", "hf", tmp_path / "dense", tmp_path / "out", "--attention", *kind.split(), "--seq_len", length,
-             "--nsa.select_block", 32, "--nsa.select_count", 4]  # fmt: skip
-    assert cli.main([*map(str, words)]) == 0
-    commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if " train --config " in line]
-    assert len(commands) == 2
-    for command in commands:
-        given = command[command.index("--config") :]
-        flags = {key.removeprefix("--"): value for key, value in zip(given[::2], given[1::2], strict=True)}
-        config = load(file=flags.pop("config"), flags=flags).config
-        assert config.nothing_to_choose is None
-        assert config.data.seq_len == 256
-        assert flags["train.tokens_per_step"] == "256"  # of one sequence, on a CPU
-
-
-def test_beyond_the_covering_branch_the_loss_differs(tmp_path):
+def test_beyond_the_selected_blocks_the_loss_differs(tmp_path):
     theirs = dense_model(tmp_path / "dense", FAMILIES["llama"])
-    import_model(tmp_path / "dense", tmp_path / "out", nsa=NSA, cover="window", gate_logit=20.0)
+    import_model(tmp_path / "dense", tmp_path / "out", nsa=NSA, gate_logit=20.0)
     dense, ours = losses(theirs, tmp_path / "out", 4 * LENGTH)
     assert abs(ours - dense) > 1e-3
 
@@ -382,15 +334,14 @@ def test_options_of_a_dense_import_are_refused_for_an_export(tmp_path):
     [
         ({"model_type": "gpt2"}, "model_type='gpt2' cannot be imported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' cannot be imported"),
-        ({"sliding_window": 8, "use_sliding_window": True}, "sliding_window=8 cannot be imported"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' cannot be imported"),
-        ({"num_hidden_layers": 4}, "lacks model.layers.3.input_layernorm.weight"),
+        ({"num_hidden_layers": 4}, "lacks model.layers.3."),
         ({"num_hidden_layers": 2}, "unexpected weights"),
         ({"intermediate_size": 64}, "config.json requires [64, 32]"),
         ({"num_key_value_heads": 3}, "kv_heads=3"),
-        ({"hidden_size": None}, "config.json has a value of the wrong type"),
-        ({"rope_parameters": 5}, "config.json has a value of the wrong type"),
-        ({"max_position_embeddings": "x"}, "config.json has a value of the wrong type"),
+        ({"hidden_size": None}, "of the wrong type"),
+        ({"rope_parameters": 5}, "of the wrong type"),
+        ({"max_position_embeddings": "x"}, "of the wrong type"),
         ({"vocab_size": 2**24}, "config.json requires [16777216, 32]"),
     ],
 )
@@ -411,15 +362,5 @@ def test_an_incomplete_folder_is_refused(tmp_path):
     with pytest.raises(TercetError, match=r"model\.safetensors cannot be read"):
         import_model(tmp_path / "dense", tmp_path / "out")
     (tmp_path / "dense" / "config.json").unlink()
-    with pytest.raises(TercetError, match=r"has no config\.json"):
-        import_model(tmp_path / "dense", tmp_path / "out")
-
-
-@pytest.mark.parametrize("outside", ["../secret.safetensors", "{}/secret.safetensors", 3])
-def test_an_index_cannot_name_files_outside_its_folder(tmp_path, outside):
-    dense_model(tmp_path / "dense", FAMILIES["llama"])
-    (tmp_path / "dense" / "model.safetensors").rename(tmp_path / "secret.safetensors")
-    name = outside.format(tmp_path) if isinstance(outside, str) else outside
-    (tmp_path / "dense" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(UsageError, match=r"weight_map\['a'\]=.* must be the name of a file in"):
+    with pytest.raises(TercetError, match=r"config\.json is missing"):
         import_model(tmp_path / "dense", tmp_path / "out")

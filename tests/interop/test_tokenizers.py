@@ -14,7 +14,7 @@ import tercet
 from tercet.config.load import load
 from tercet.errors import TercetError
 from tercet.interop.huggingface import TercetConfig
-from tercet.interop.huggingface.export import export, export_dense
+from tercet.interop.huggingface.export import export
 from tercet.interop.huggingface.import_hf import import_model
 from tercet.train.trainer import train
 
@@ -120,7 +120,7 @@ def same_tokens(folder, source):
 
 
 def test_an_export_has_the_tokenizer_and_the_token_ids_of_the_source(source, imported, exported):
-    family = export_dense(imported, imported.parent / f"{imported.name}-llama", "llama")
+    family = export(imported, imported.parent / f"{imported.name}-llama", "llama")
     config = json.loads((source / "config.json").read_text())
     for folder in (exported, family):
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

@@ -29,20 +29,15 @@ def hf(
     print(f"exporting {stored.source}", flush=True)
     if format != "tercet":
         check_family(stored.run.model, format)
-        from tercet.interop.huggingface.export import SELECTOR_WEIGHTS, export_dense
+    from tercet.interop.huggingface.export import SELECTOR_WEIGHTS, export
 
-        export_dense(stored.source, out, format, dtype=dtype, verify=False)
-        print(f"Wrote {out}. To load it with transformers alone:")
-        print("  from transformers import AutoModelForCausalLM")
-        print(f"  model = AutoModelForCausalLM.from_pretrained({str(out)!r})")
-        if (out / SELECTOR_WEIGHTS).exists():
-            print(f"Weights of the learned selectors are in {SELECTOR_WEIGHTS}, which transformers does not read.")
-        return 0
-    from tercet.interop.huggingface.export import export
-
-    export(stored.source, out, dtype=dtype, verify=False)
-    print(f"Wrote {out}. To load it anywhere tercet is installed:")
-    print("  import tercet.interop.huggingface")
+    export(stored.source, out, format, dtype=dtype, verify=False)
+    where = "anywhere tercet is installed" if format == "tercet" else "with transformers alone"
+    print(f"Wrote {out}. To load it {where}:")
+    if format == "tercet":
+        print("  import tercet.interop.huggingface")
     print("  from transformers import AutoModelForCausalLM, AutoTokenizer")
     print(f"  model, tokenizer = (c.from_pretrained({str(out)!r}) for c in (AutoModelForCausalLM, AutoTokenizer))")
+    if (out / SELECTOR_WEIGHTS).exists():
+        print(f"Weights of the learned selectors are in {SELECTOR_WEIGHTS}, which transformers does not read.")
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,6 +12,15 @@ from tercet.errors import UsageError
 from tercet.model.config import AttentionKind, ModelConfig
 
 BLOCK_SPARSE, TWO_BRANCH = "block-sparse", "two-branch"
+# Which layers an option is for.
+USED_BY = {
+    "nsa": {"nsa", BLOCK_SPARSE, TWO_BRANCH, "window"},
+    "compression": {"nsa"},
+    "compress_selected_keys": {"nsa"},
+    "gate_logit": {"nsa", TWO_BRANCH},
+    "dense_below": {BLOCK_SPARSE},
+    "selector": {BLOCK_SPARSE, TWO_BRANCH},
+}
 
 
 @dataclass(frozen=True)
@@ -22,7 +31,6 @@ class ImportOptions:
     attention: str | None = None
     compression: str = "mlp"
     compress_selected_keys: bool = False
-    cover: str = "selected"
     gate_logit: float = 8.0
     dense_below: int = 0
     selector: str | None = None
@@ -33,13 +41,28 @@ class ImportOptions:
         return [name for name, value in vars(self).items() if value != defaults[name]]
 
 
-# Model classes of transformers by --format.
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-}
+def attention_options(chosen: ImportOptions) -> dict[str, Any]:
+    """Model settings for `--attention` and what belongs to it. In patterns, block-sparse and two-branch stand in nsa's
+    place."""
+    attention = chosen.attention or "nsa"
+    kinds = {part.partition("*")[0].strip() for part in attention.split(",")}
+    names = (*get_args(AttentionKind), BLOCK_SPARSE, TWO_BRANCH)
+    if unknown := sorted(kinds - set(names)):
+        raise UsageError(f"--attention {attention}: {unknown[0]!r} is unknown: pick from {', '.join(names)}")
+    sparse = [name for name in (BLOCK_SPARSE, TWO_BRANCH, "nsa") if name in kinds]
+    if len(sparse) > 1:
+        raise UsageError(f"--attention {attention}: {' and '.join(sparse)} cannot be mixed in one model; use one")
+    for name in chosen.changed():
+        if not kinds & USED_BY.get(name, kinds):
+            fits = " or ".join(sorted(USED_BY[name]))
+            raise UsageError(f"--{name} has no effect with --attention {attention}: drop it, or use {fits}")
+    own: dict[str, dict[str, Any]] = {
+        "nsa": {"compression": chosen.compression, "compress_selected_keys": chosen.compress_selected_keys},
+        BLOCK_SPARSE: {"gate": "none", "dense_below": chosen.dense_below, "selector": chosen.selector or "own"},
+        TWO_BRANCH: {"branches": ("selected", "window"), "selector": chosen.selector or "learned"},
+    }
+    options = {"attention": attention.replace(sparse[0], "nsa") if sparse else attention}
+    return options | (own.get(sparse[0], {}) if sparse else {})
 
 
 def check_empty(out: Path) -> None:
@@ -49,66 +72,9 @@ def check_empty(out: Path) -> None:
     check_writable_folder("OUT", out)
 
 
-def attention_options(attention: str, dense_below: int, selector: str | None) -> dict[str, Any]:
-    """Model settings for an `--attention` value. In patterns, block-sparse and two-branch stand in nsa's place."""
-    kinds = _kinds(attention)
-    names = (*get_args(AttentionKind), BLOCK_SPARSE, TWO_BRANCH)
-    if unknown := [kind for kind in kinds if kind not in names]:
-        raise UsageError(f"--attention {attention}: {unknown[0]!r} is unknown: pick from {', '.join(names)}")
-    sparse = [name for name in (BLOCK_SPARSE, TWO_BRANCH, "nsa") if name in kinds]
-    if len(sparse) > 1:
-        raise UsageError(f"--attention {attention}: {' and '.join(sparse)} cannot be mixed in one model; use one")
-    if dense_below and sparse != [BLOCK_SPARSE]:
-        raise UsageError(f"--dense_below needs --attention {BLOCK_SPARSE}: other imports do not have it")
-    options: dict[str, Any] = {}
-    if sparse == [BLOCK_SPARSE]:
-        options = {"gate": "none", "compression": "mean", "dense_below": dense_below}
-        options["selector"] = selector or "own"
-    elif sparse == [TWO_BRANCH]:
-        if selector == "compressed":
-            raise UsageError(f"--selector compressed has no effect with --attention {attention}: drop it")
-        options = {"branches": ("selected", "window"), "selector": selector or "learned"}
-    elif selector not in (None, "compressed"):
-        raise UsageError(f"--selector needs --attention {BLOCK_SPARSE} or {TWO_BRANCH}: other imports do not have it")
-    return {"attention": attention.replace(sparse[0], "nsa") if sparse else attention, **options}
-
-
-def check_used(attention: str, given: ImportOptions) -> None:
-    """Raise for options that the layers of an `--attention` value do not have."""
-    kinds = set(_kinds(attention))
-    unused = [] if "nsa" in kinds else ["compression", "compress_selected_keys"]
-    unused += [] if kinds & {"nsa", TWO_BRANCH} else ["cover", "gate_logit"]
-    names = [f"--{name}" for name in given.changed() if name in unused]
-    if kinds == {"dense"}:
-        default, own = asdict(ImportOptions().nsa), asdict(given.nsa)
-        names += [f"--nsa.{name}" for name in own if own[name] != default[name]]
-    if names:
-        raise UsageError(f"{names[0]} has no effect with --attention {attention}: drop it")
-
-
-def _kinds(attention: str) -> list[str]:
-    return [part.partition("*")[0].strip() for part in attention.split(",")]
-
-
 def check_family(config: ModelConfig, family: str) -> None:
-    """Raise if a model of this configuration is not one of the family, apart from reading blocks."""
-    if family not in ARCHITECTURES:
-        raise UsageError(f"--format {family} is unknown: pick one of tercet, {', '.join(ARCHITECTURES)}")
+    """Raise if the layers of a model cannot be those of a dense model of transformers."""
     kinds = set(config.attention_kinds)
-    rules = {
-        "attention": (
-            kinds <= {"dense", "nsa"} and ("nsa" not in kinds or not config.spec("nsa").gated),
-            "only dense and block-sparse (model.gate = none) layers have a dense model's weights",
-        ),
-        "value_dim": (config.head_value_dim == config.head_dim, "value heads must be as large as key heads"),
-        "qk_norm": (config.qk_norm == (family == "qwen3"), "qwen3 normalises queries and keys, the others do not"),
-        "attention_bias": (
-            config.attention_bias or family != "qwen2",
-            "qwen2 has biases of queries, keys and values; use --format llama",
-        ),
-    }
-    if family == "mistral":
-        rules["attention_bias"] = (not config.attention_bias, "mistral has no biases; use --format llama")
-    for name, (fits, why) in rules.items():
-        if not fits:
-            raise UsageError(f"model.{name}={getattr(config, name)} cannot be exported with --format {family}: {why}")
+    if not kinds <= {"dense", "nsa"} or ("nsa" in kinds and config.spec("nsa").gated):
+        raise UsageError(f"model.attention={config.attention} cannot be exported with --format {family}: only dense "
+                         "and block-sparse (model.gate = none) layers have a dense model's weights")  # fmt: skip

@@ -13,9 +13,9 @@ except ImportError:
 
     raise TercetError("tercet.interop.huggingface needs transformers: pip install 'tercet[hub]'") from None
 
-from tercet.interop.huggingface.attention import layer_attention, layout_mask, use_block_sparse
+from tercet.interop.huggingface.attention import layer_attention, layout_mask
 from tercet.interop.huggingface.model import TercetCache, TercetConfig, TercetForCausalLM
-from tercet.interop.huggingface.support import NAME, check_when_loading
+from tercet.interop.huggingface.support import NAME, check_when_loading, use_block_sparse
 
 AutoConfig.register(TercetConfig.model_type, TercetConfig, exist_ok=True)
 AutoModelForCausalLM.register(TercetConfig, TercetForCausalLM, exist_ok=True)

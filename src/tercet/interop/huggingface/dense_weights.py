@@ -1,26 +1,30 @@
-"""Map dense checkpoints of the Llama and Qwen families to Tercet models, and back.
+"""Map config.json and weights of the Llama and Qwen families to Tercet models, and back.
 
 `BLOCK` and `OUTSIDE` name the weights. A layer with several branches has k and v once per branch; with
-compress_selected_keys, no k for the compressed branch. What a dense model lacks is newly initialized: gates open one
-branch and close the others, φ is the mean of a block, and learned selectors are random.
+compress_selected_keys, no k for the compressed branch. What a dense model lacks is newly initialized: gates open the
+selected branch and close the others, φ is the mean of a block, and learned selectors are random.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tercet.attention.config import BRANCHES
-from tercet.interop.huggingface.rope import ForeignModelError, rope_settings
-from tercet.model.attention import Attention
-from tercet.model.config import ModelConfig
+from tercet.errors import UsageError
+from tercet.interop.huggingface.support import NAMES
+from tercet.model.attention import Gate
+from tercet.model.config import ModelConfig, RopeConfig, RopeType
+from tercet.model.rope import Rotary
 from tercet.model.transformer import Block, Transformer
 from tercet.parse import describe
 
@@ -42,102 +46,57 @@ OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_
 SELECTOR_WEIGHTS = "tercet_selector.safetensors"
 
 
-def read_config(content: Mapping[str, Any]) -> PretrainedConfig:
+class ForeignModelError(UsageError):
+    """A checkpoint that Tercet cannot represent."""
+
+
+# ------------------------------------------------------------ config.json
+
+
+def read_config(content: Mapping[str, Any]) -> PreTrainedConfig:
     """A config.json as transformers reads it: with the defaults of its class, old fields under their new names."""
     family = content.get("model_type")
     if family not in FAMILIES:
-        raise ForeignModelError(
-            f"model_type={family!r} cannot be imported: supported are {', '.join(FAMILIES)} and tercet"
-        )
+        raise ForeignModelError(f"model_type={family!r} cannot be imported: use tercet, {', '.join(FAMILIES)}")
     try:
         config = CONFIG_MAPPING[family].from_dict(deepcopy(dict(content)))
         config.standardize_rope_params()  # again, as RoPE does: original_max_position_embeddings may be outside
         return config
     except Exception as error:  # of many kinds
-        raise ForeignModelError(
-            f"config.json has a value of the wrong type, or values that contradict each other ({describe(error)}): "
-            "copy it again"
-        ) from None
+        raise ForeignModelError(f"config.json has a value of the wrong type ({describe(error)})") from None
 
 
-def exact_length(config: ModelConfig, windows: Sequence[int | None], cover: str) -> int | None:
-    """Tokens up to which every layer sees what it saw before, so that the import equals the original; None: always.
-    windows: those of the original."""
-    nsa = config.nsa
-    blocks = max(config.dense_below, nsa.selected_tokens)
-    sparse = nsa.window if cover == "window" and config.spec("nsa").gated else blocks
-    limits = [
-        sparse if kind == "nsa" else nsa.window
-        for kind, window in zip(config.attention_kinds, windows, strict=True)
-        if window is None and kind != "dense"
-    ]
-    return min(limits, default=None)
+def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of transformers without weights."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
 
 
-def saved_options(saved: ModelConfig) -> dict[str, Any]:
-    """Model settings for the entry `tercet` of a config.json, as an export or `use_block_sparse` left it.
-    `model_config` replaces those that the rest of config.json describes."""
-    if "nsa" in saved.attention_kinds and saved.spec("nsa").gated:
-        raise ForeignModelError(
-            f"config.json: tercet.gate={saved.gate}: a dense model's weights need gate=none; to convert them, pass "
-            "--attention"
-        )
-    return dict(saved)
-
-
-def sliding_windows(hf_config: Mapping[str, Any]) -> list[int | None]:
-    """The sliding window of each layer; None: it sees the whole context."""
-    family, layers, window = hf_config["model_type"], hf_config["num_hidden_layers"], hf_config.get("sliding_window")
-    kinds, full = hf_config.get("layer_types"), "full_attention"
-    if family in ("llama", "mistral"):  # layer_types change nothing but their caches
-        runs = [full if window is None or family == "llama" else "sliding_attention"] * layers
-        agree = kinds in (None, runs) and (window is None or family == "mistral")
-    else:
-        runs = kinds or []
-        agree = len(runs) == layers and {*runs} <= {full, "sliding_attention"} and (window or {*runs} == {full})
-    if not agree or (window is not None and window < 1):
-        raise ForeignModelError(
-            f"sliding_window={window} cannot be imported: {family} has no such windows (layer_types={kinds})"
-        )
-    return [None if kind == full else window for kind in runs]
-
-
-def model_config(hf_config: Mapping[str, Any], chosen: Mapping[str, Any]) -> ModelConfig:
-    """The ModelConfig for the content of a config.json as `read_config` reads it and the chosen NSA options; raises if
-    Tercet cannot represent the model."""
-    family = hf_config["model_type"]
-    _check_supported(hf_config)
-    heads = int(hf_config["num_attention_heads"])
-    described = {
-        "dim": hf_config["hidden_size"],
-        "layers": hf_config["num_hidden_layers"],
-        "heads": heads,
-        "kv_heads": hf_config["num_key_value_heads"],
-        "head_dim": hf_config.get("head_dim") or hf_config["hidden_size"] // heads,  # Qwen2 does not have it
-        "ffn_dim": hf_config["intermediate_size"],
-        "vocab_size": hf_config["vocab_size"],
-        "tie_embeddings": hf_config["tie_word_embeddings"],
-        **rope_settings(hf_config),
+def model_config(config: PreTrainedConfig, chosen: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig for a config.json and the chosen settings of the attention, which may be those of an export."""
+    family, heads = config.model_type, config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads  # Qwen2 does not have it
+    if config.hidden_act != "silu":
+        raise ForeignModelError(f"hidden_act={config.hidden_act!r} cannot be imported: Tercet's feed-forward is SwiGLU")
+    described = {ours: getattr(config, theirs) for theirs, ours in NAMES.items() if theirs != "head_dim"} | {
+        "head_dim": size,
+        **rope_settings(config, size),
         "qk_norm": family == "qwen3",
-        "attention_bias": family == "qwen2" or (family != "mistral" and hf_config["attention_bias"]),
-        "norm_eps": hf_config["rms_norm_eps"],
+        "attention_bias": family == "qwen2" or (family != "mistral" and config.attention_bias),
+        "norm_eps": config.rms_norm_eps,
     }
-    config = ModelConfig(**{**chosen, **described})
-    _check_windows(config, sliding_windows(hf_config))
-    return config
+    made = ModelConfig(**{**chosen, **described})
+    _check_windows(made, sliding_windows(config))
+    return made
 
 
-def _check_supported(hf_config: Mapping[str, Any]) -> None:
-    """Raise for features that Tercet does not have."""
-    rules: dict[str, tuple[Any, str]] = {
-        "hidden_act": (hf_config["hidden_act"] == "silu", "Tercet's feed-forward is SwiGLU (silu)"),
-        "mlp_bias": (not hf_config.get("mlp_bias"), "Tercet's feed-forward has no biases"),
-        "is_causal": (hf_config.get("is_causal", True), "Tercet's attention is causal"),
-        "quantization_config": (not hf_config.get("quantization_config"), "import the unquantized weights"),
-    }
-    for name, (supported, why) in rules.items():
-        if not supported:
-            raise ForeignModelError(f"{name}={hf_config.get(name)!r} cannot be imported: {why}")
+def sliding_windows(config: PreTrainedConfig) -> list[int | None]:
+    """The sliding window of each layer; None: it sees the whole context."""
+    family, window = config.model_type, getattr(config, "sliding_window", None)
+    if family in ("llama", "mistral"):  # layer_types change nothing but their caches
+        return [window if family == "mistral" else None] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in config.layer_types]
 
 
 def _check_windows(config: ModelConfig, windows: Sequence[int | None]) -> None:
@@ -152,6 +111,75 @@ def _check_windows(config: ModelConfig, windows: Sequence[int | None]) -> None:
             )
 
 
+def exact_length(config: ModelConfig, windows: Sequence[int | None]) -> int | None:
+    """Tokens up to which every layer sees what it saw before, so that the import equals the original; None: always.
+    windows: those of the original."""
+    reach = {"nsa": max(config.dense_below, config.nsa.selected_tokens), "window": config.nsa.window}
+    kinds = zip(config.attention_kinds, windows, strict=True)
+    return min((reach[kind] for kind, window in kinds if window is None and kind != "dense"), default=None)
+
+
+# transformers' names of `model.rope.slow` and `fast`
+ROPE_RANGE = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+
+
+def rope_settings(config: PreTrainedConfig, size: int) -> dict[str, Any]:
+    """Model settings for the RoPE of a config.json. Raises if Tercet's frequencies would differ from transformers'."""
+    rope = config.rope_parameters
+    kind, options = rope.get("rope_type"), RopeConfig()
+    factor = rope.get("factor") if kind == "linear" else 1.0
+    if kind not in ("default", *get_args(RopeType)):
+        raise ForeignModelError(f"rope_type={kind!r} cannot be imported: supported are linear, llama3 and yarn")
+    theirs = type(meta_model(config).model.rotary_emb)(config)
+    if kind in ROPE_RANGE:
+        original = int(rope["original_max_position_embeddings"])
+        factor = rope.get("factor") or config.max_position_embeddings / original
+        slow, fast = (float(rope.get(name) or usual) for name, usual in zip(ROPE_RANGE[kind], (1, 32), strict=True))
+        options = RopeConfig(kind, original, slow, fast)
+        if kind == "yarn" and not math.isclose(theirs.attention_scaling, 0.1 * math.log(max(factor, 1)) + 1):
+            options = replace(options, attention_factor=theirs.attention_scaling)
+    rotary = Rotary(size, rope["rope_theta"], factor, rope=options)
+    ours = rotary.frequencies(torch.device("cpu")).float()
+    same = ours.shape == theirs.inv_freq.shape and torch.allclose(ours, theirs.inv_freq, rtol=1e-5, atol=0)
+    if not same or not math.isclose(rotary.attention_factor, theirs.attention_scaling, rel_tol=1e-6):
+        raise ForeignModelError(f"rope_type={kind!r} cannot be imported: Tercet would not rotate as transformers does")
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": factor, "rope": options, "rope_max_wavelength": 0.0}
+
+
+def rope_parameters(config: ModelConfig) -> dict[str, Any]:
+    """transformers' rope_parameters: the inverse of `rope_settings`."""
+    rope, factor = config.rope, config.rope_scaling
+    if config.rope_max_wavelength:
+        raise UsageError(
+            f"model.rope_max_wavelength={config.rope_max_wavelength:g} cannot be exported to another family: its RoPE "
+            "has no such limit; use --format tercet"
+        )
+    plain = rope.type == "linear" and factor == 1
+    settings = {"rope_type": "default" if plain else rope.type, "rope_theta": config.rope_theta}
+    settings |= {} if plain else {"factor": factor}
+    if rope.type in ROPE_RANGE:
+        settings |= dict(zip(ROPE_RANGE[rope.type], (rope.slow, rope.fast_or_default), strict=True))
+        settings["original_max_position_embeddings"] = rope.original_length
+    return settings | ({} if rope.attention_factor is None else {"attention_factor": rope.attention_factor})
+
+
+def family_config(config: ModelConfig, family: str, length: int, **others: Any) -> PreTrainedConfig:
+    """The inverse of `model_config`: `tercet` keeps the settings of the blocks, which transformers ignores."""
+    return CONFIG_MAPPING[family](
+        **{theirs: getattr(config, ours) for theirs, ours in NAMES.items()},
+        max_position_embeddings=length,
+        rms_norm_eps=config.norm_eps,
+        attention_bias=config.attention_bias and family != "qwen2",
+        sliding_window=None,
+        rope_parameters=rope_parameters(config),
+        tercet=config.model_dump(mode="json"),
+        **others,
+    )
+
+
+# ------------------------------------------------------------ weights
+
+
 def family_names(name: str) -> list[str]:
     """The weights of the family whose rows one of a Transformer's joins; none if a dense model has no such weights."""
     part, _, kind = name.rpartition(".")
@@ -161,81 +189,33 @@ def family_names(name: str) -> list[str]:
     return [f"model.layers.{layer}.{theirs}.{kind}" for theirs in BLOCK.get(part, ())]
 
 
-def dense_tensors(
-    weights: Mapping[str, Tensor], names: Iterable[str], *, output_bias: bool = True
-) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the family, from those of a Transformer without gates and branches."""
-    for name in names:
-        theirs = family_names(name)
-        if theirs and (output_bias or not name.endswith("o_proj.bias")):
-            yield from zip(theirs, weights[name].chunk(len(theirs)), strict=True)
+def family_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The family's weights, from those of a Transformer without gates and branches."""
+    named = [(names, tensor) for name, tensor in weights.items() if (names := family_names(name))]
+    return {k: v for names, tensor in named for k, v in zip(names, tensor.chunk(len(names)), strict=True)}
 
 
-def check_weights(config: ModelConfig, family: str, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise for missing or surplus weights and for wrong shapes, before anything large is allocated."""
-    # Llama has biases of the output projections, Qwen2 does not
-    output_bias = family != "qwen2" and "model.layers.0.self_attn.o_proj.bias" in shapes
-    dense = _empty_state(config.model_copy(update={"attention": "dense"}))
-    expected = {name: tensor.shape for name, tensor in dense_tensors(dense, dense, output_bias=output_bias)}
-    for name, shape in expected.items():
-        if name not in shapes:
-            raise ForeignModelError(f"the checkpoint lacks {name}: it is incomplete, or from another model family")
-        _check_shape(name, shapes[name], shape)
-    optional = {"lm_head.weight"} if config.tie_embeddings else set()
-    surplus = sorted(set(shapes) - expected.keys() - optional)
-    surplus = [name for name in surplus if not name.endswith("rotary_emb.inv_freq")]
-    if surplus:
-        raise ForeignModelError(f"{len(surplus)} unexpected weights, such as {surplus[0]}: is it another model family?")
+def check_weights(expected: Mapping[str, Tensor], given: Mapping[str, Tensor], what: str) -> None:
+    """Raise for missing or surplus weights and for wrong shapes."""
+    for name, tensor in expected.items():
+        if name not in given:
+            raise ForeignModelError(f"{what} lacks {name}: it is incomplete, or of another kind of model")
+        if (shape := list(given[name].shape)) != list(tensor.shape):
+            raise ForeignModelError(f"{name} has shape {shape}, but config.json requires {list(tensor.shape)}")
+    if surplus := sorted(given.keys() - expected.keys()):
+        raise ForeignModelError(f"{what} has {len(surplus)} unexpected weights, such as {surplus[0]}: is it of another "
+                                "kind of model?")  # fmt: skip
 
 
-def _empty_state(config: ModelConfig) -> dict[str, Tensor]:
+def empty_state(config: ModelConfig) -> dict[str, Tensor]:
+    """A Transformer's weights without values."""
     with torch.device("meta"):
         return Transformer(config).state_dict()
 
 
-def selector_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Names and shapes of the weights of learned selectors."""
-    return {name: tensor.shape for name, tensor in _empty_state(config).items() if ".selector." in name}
-
-
-def check_selectors(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> None:
-    """As `check_weights`, for the file of the selectors."""
-    expected = selector_shapes(config)
-    if surplus := sorted(shapes.keys() - expected.keys()):
-        raise ForeignModelError(
-            f"{SELECTOR_WEIGHTS} has {surplus[0]}, which the model of config.json does not have: copy both files from "
-            "the same export"
-        )
-    for name, shape in expected.items():
-        if name not in shapes:
-            raise ForeignModelError(f"{SELECTOR_WEIGHTS} lacks {name}: it is incomplete, or of another model")
-        _check_shape(name, shapes[name], shape)
-
-
-def same_embeddings(weights: Mapping[str, Tensor]) -> bool:
-    """Whether the head of a tied model is its embedding, in the files too. If not, transformers does not tie them."""
-    names = {"lm_head.weight", "model.embed_tokens.weight"}
-    if not names <= weights.keys():
-        return True
-    head, embedding = (weights[name].float() for name in names)
-    return torch.equal(head, embedding)
-
-
-def _check_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> None:
-    if list(shape) != list(expected):
-        raise ForeignModelError(f"{name} has shape {list(shape)}, but config.json requires {list(expected)}")
-
-
-def convert(
-    config: ModelConfig,
-    weights: Mapping[str, Tensor],
-    selectors: Mapping[str, Tensor],
-    *,
-    cover: str,
-    gate_logit: float,
-) -> Iterator[tuple[str, Tensor]]:
-    """The state of a Transformer, in its order, from a checkpoint that `check_weights` accepted. Holds one block at a
-    time; what neither the checkpoint nor `selectors` has is newly initialized."""
+def convert(config: ModelConfig, weights: Mapping[str, Tensor], gate_logit: float) -> Iterator[tuple[str, Tensor]]:
+    """The state of a Transformer, in its order, from a checkpoint of a family. Holds one block at a time; what the
+    checkpoint does not have is newly initialized."""
     yield "embedding.weight", weights["model.embed_tokens.weight"]
     for i in range(config.layers):
         with torch.no_grad():
@@ -246,8 +226,8 @@ def convert(
                 if theirs := family_names(name):
                     _join(tensor, weights, theirs)
             if block.attention.gate is not None:
-                open_gate(block.attention, cover, gate_logit)
-        yield from ((name, selectors.get(name, tensor)) for name, tensor in state.items())
+                open_gate(block.attention.gate, gate_logit)
+        yield from ((name, weights.get(name, tensor)) for name, tensor in state.items())
     yield "norm.weight", weights["model.norm.weight"]
     if not config.tie_embeddings:
         yield "head.weight", weights["lm_head.weight"]
@@ -263,6 +243,14 @@ def _join(tensor: Tensor, weights: Mapping[str, Tensor], names: Sequence[str]) -
     tensor.copy_(torch.cat([joined] * copies)[-len(tensor) :])
 
 
+@torch.no_grad()
+def open_gate(gate: Gate, logit: float) -> None:
+    """Make a gate constant, and open for the selected branch only."""
+    gate.proj.weight.zero_()
+    sign = torch.tensor([1.0 if branch == "selected" else -1.0 for branch in BRANCHES])
+    gate.proj.bias.copy_((logit * sign).repeat(len(gate.proj.bias) // len(BRANCHES)))
+
+
 def dense_model(config: ModelConfig, windows: Sequence[int | None], weights: Mapping[str, Tensor]) -> Transformer:
     """The first layers of an imported model with dense attention, or with the original's sliding windows."""
     kinds = tuple("dense" if window is None else "window" for window in windows)
@@ -275,12 +263,3 @@ def dense_model(config: ModelConfig, windows: Sequence[int | None], weights: Map
         state[name] = weights[stored][-len(expected) :]
     model.load_state_dict(state, assign=True)
     return model.eval()
-
-
-@torch.no_grad()
-def open_gate(layer: Attention, cover: str, logit: float) -> None:
-    """Make the gates constant: the covering branch at +logit, the others at -logit."""
-    assert layer.gate is not None
-    layer.gate.proj.weight.zero_()
-    sign = torch.tensor([1.0 if branch == cover else -1.0 for branch in BRANCHES])
-    layer.gate.proj.bias.copy_((logit * sign).repeat(layer.heads))

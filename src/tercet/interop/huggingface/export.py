@@ -8,33 +8,54 @@ Weights of learned selectors, which the family has no place for, go to SELECTOR_
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig
+from safetensors.torch import save_file
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Library
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tercet.config.keys import flatten_table
 from tercet.config.load import load as load_config
 from tercet.config.load import to_toml
 from tercet.config.schema import RunConfig
-from tercet.data.tokenizers import GENERATION, SOURCE_CONFIG, TOKENIZER, ByteTokenizer
-from tercet.errors import UsageError
+from tercet.data.tokenizers import GENERATION, SOURCE_CONFIG, TOKENIZER, ByteTokenizer, LibraryTokenizer, Tokenizer
+from tercet.errors import TercetError
 from tercet.inference.arguments import CONFIG as OUR_CONFIG
 from tercet.inference.load import Dtype, LanguageModel, load_model
-from tercet.interop.huggingface.dense_weights import SELECTOR_WEIGHTS, dense_tensors, selector_shapes
-from tercet.interop.huggingface.folder import CONFIG, INDEX, WEIGHTS, atomic_folder, check_folder, write_tensors
-from tercet.interop.huggingface.import_hf import batch_settings
+from tercet.interop.huggingface import dense_weights
+from tercet.interop.huggingface.dense_weights import SELECTOR_WEIGHTS
+from tercet.interop.huggingface.folder import atomic_folder
+from tercet.interop.huggingface.import_hf import BYTE_EOS, batch_settings
 from tercet.interop.huggingface.model import TercetConfig, TercetForCausalLM
-from tercet.interop.huggingface.rope import rope_parameters
-from tercet.interop.huggingface.tokenizer import generation_settings, save_tokenizer, saved_settings, special_ids
-from tercet.interop.options import ARCHITECTURES, check_empty, check_family
+from tercet.interop.options import check_empty, check_family
+from tercet.parse import one_line_errors, parse_json
 
-SHARD_BYTES = 4 << 30
+
+def export(
+    run: str | Path, out: str | Path, family: str = "tercet", *, dtype: Dtype = "float32", verify: bool = True
+) -> Path:
+    """Export the model of a run, a checkpoint or a folder of weights to `out`, which must be empty or not exist.
+
+    verify: check the checkpoint's checksums first.
+    """
+    out = Path(out)
+    check_empty(out)
+    model = load_model(run, device="cpu", dtype=dtype, verify=verify)
+    theirs = as_transformers_model(model) if family == "tercet" else as_dense_model(model, family)
+    with atomic_folder(out) as folder:
+        theirs.save_pretrained(folder)
+        save_tokenizer(model.tokenizer, _positions(model), folder)
+        text = json.dumps(generation_settings(model.tokenizer), indent=2) + "\n"
+        (folder / GENERATION).write_text(text, encoding="utf-8")
+        if family == "tercet":
+            (folder / OUR_CONFIG).write_text(to_toml(_own_config(model)), encoding="utf-8")
+        elif selectors := {name: x for name, x in model.state_dict().items() if ".selector." in name}:
+            save_file(selectors, folder / SELECTOR_WEIGHTS, {"format": "pt"})
+    return out
 
 
 def as_transformers_model(model: LanguageModel) -> TercetForCausalLM:
@@ -54,32 +75,26 @@ def as_transformers_model(model: LanguageModel) -> TercetForCausalLM:
     return wrapped.eval()
 
 
+def as_dense_model(model: LanguageModel, family: str) -> PreTrainedModel:
+    """The model of a family with these weights, for `save_pretrained`: buffers have no values."""
+    check_family(model.config, family)
+    others = {**special_ids(model.tokenizer), "dtype": model.dtype}
+    config = dense_weights.family_config(model.config, family, _positions(model), **others)
+    theirs, weights = dense_weights.meta_model(config), dense_weights.family_weights(model.state_dict())
+    if model.config.tie_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    if family == "qwen2":  # which has no biases of the output projections: an import made them 0
+        weights = {name: x for name, x in weights.items() if x.any() or not name.endswith("o_proj.bias")}
+    dense_weights.check_weights(theirs.state_dict(), weights, f"--format {family} does not fit: the model")
+    theirs.load_state_dict(weights, assign=True)
+    theirs.tie_weights()
+    return theirs
+
+
 def _positions(model: LanguageModel) -> int:
     """max_position_embeddings: an imported model keeps its own, even if trained in shorter sequences."""
     source = saved_settings(model.tokenizer, SOURCE_CONFIG) if model.run.train.init_from is not None else None
     return max(model.context, (source or {}).get("max_position_embeddings") or 0)
-
-
-def _save_tokenizer(model: LanguageModel, folder: Path) -> None:
-    save_tokenizer(model.tokenizer, _positions(model), folder)
-    text = json.dumps(generation_settings(model.tokenizer), indent=2) + "\n"
-    (folder / GENERATION).write_text(text, encoding="utf-8")
-
-
-def export(run: str | Path, out: str | Path, *, dtype: Dtype = "float32", verify: bool = True) -> Path:
-    """Export the model of a run, a checkpoint or a folder of weights to `out`, which must be empty or not exist.
-
-    verify: check the checkpoint's checksums first.
-    """
-    out = Path(out)
-    check_empty(out)
-    model = load_model(run, device="cpu", dtype=dtype, verify=verify)
-    with atomic_folder(out) as folder:
-        as_transformers_model(model).save_pretrained(folder)
-        _save_tokenizer(model, folder)
-        (folder / OUR_CONFIG).write_text(to_toml(_own_config(model)), encoding="utf-8")
-        check_folder(folder)
-    return out
 
 
 def _own_config(model: LanguageModel) -> RunConfig:
@@ -90,94 +105,68 @@ def _own_config(model: LanguageModel) -> RunConfig:
     return load_config(flags=values | flatten_table({"model": model.config.model_dump(mode="json")})).config
 
 
-def export_dense(
-    run: str | Path,
-    out: str | Path,
-    family: str,
-    *,
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-    shard_bytes: int = SHARD_BYTES,
-    verify: bool = True,
-) -> Path:
-    """As `export`, with the weights and the config.json of a dense model family."""
-    out = Path(out)
-    check_empty(out)
-    model = load_model(run, device="cpu", dtype="float32", verify=verify)
-    weights = model.state_dict()
-    check_family(model.config, family)
-    _check_output_bias(weights, family)
-    stored_as, output_bias = getattr(torch, dtype), family != "qwen2"
-    with atomic_folder(out) as folder:
-        (folder / CONFIG).write_text(json.dumps(hf_config(model, family, dtype), indent=2) + "\n", encoding="utf-8")
-        shards = plan_shards(dense_tensors(weights, weights, output_bias=output_bias), stored_as, shard_bytes)
-        contents = dense_tensors(weights, weights, output_bias=output_bias)
-        for file, shapes in shards.items():
-            write_tensors(folder / file, shapes, islice(contents, len(shapes)), stored_as)
-        if len(shards) > 1:
-            _write_index(folder, shards, stored_as)
-        if selectors := selector_shapes(model.config):
-            contents = ((name, weights[name]) for name in selectors)
-            write_tensors(folder / SELECTOR_WEIGHTS, selectors, contents, stored_as)
-        _save_tokenizer(model, folder)
-        check_folder(folder)
-    return out
+# ------------------------------------------------------------ tokenizers
 
 
-def _check_output_bias(weights: Mapping[str, Tensor], family: str) -> None:
-    if family == "qwen2" and any(weights[name].any() for name in weights if name.endswith(".o_proj.bias")):
-        raise UsageError("--format qwen2: the model has biases of its output projections, use --format llama")
+def save_tokenizer(tokenizer: Tokenizer, context: int, folder: Path) -> None:
+    """Write what AutoTokenizer reads: the files that the tokenizer came with, unchanged; else new ones."""
+    if isinstance(tokenizer, LibraryTokenizer) and "tokenizer_config.json" in tokenizer.files:
+        for name, text in tokenizer.files.items():
+            if name not in (GENERATION, SOURCE_CONFIG):  # these are the model's
+                (folder / name).write_bytes(text.encode())
+        return
+    as_transformers_tokenizer(tokenizer, context).save_pretrained(folder)
 
 
-def hf_config(model: LanguageModel, family: str, dtype: str) -> dict[str, Any]:
-    """The config.json of the family. `tercet` keeps the settings of the blocks, which transformers ignores."""
-    config = model.config
-    extended = round(config.rope.original_length * config.rope_scaling) if config.rope.type != "linear" else 0
-    length = max(_positions(model), extended)
-    return {
-        "architectures": [ARCHITECTURES[family]],
-        "model_type": family,
-        "hidden_size": config.dim,
-        "intermediate_size": config.ffn_dim,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": length,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "hidden_act": "silu",
-        "attention_bias": config.attention_bias and family != "qwen2",
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "rope_theta": config.rope_theta,
-        "rope_parameters": rope_parameters(config, length),
-        **special_ids(model.tokenizer),
-        "dtype": dtype,
-        "tercet": config.model_dump(mode="json"),
-    }
+def saved_settings(tokenizer: Tokenizer, name: str) -> dict[str, Any] | None:
+    """A JSON file that came with the tokenizer; None: there is none."""
+    text = tokenizer.files.get(name) if isinstance(tokenizer, LibraryTokenizer) else None
+    with one_line_errors(TercetError, f"{name} next to {tokenizer.name} is damaged: copy it again, or delete it"):
+        return None if text is None else dict(parse_json(text))
 
 
-def plan_shards(
-    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int
-) -> dict[str, dict[str, Sequence[int]]]:
-    """Shapes by file and name: one file, or several of at most shard_bytes, unless a single tensor is larger."""
-    shards: list[dict[str, Sequence[int]]] = [{}]
-    size = 0
-    for name, tensor in tensors:
-        bytes_ = tensor.numel() * dtype.itemsize
-        if shards[-1] and size + bytes_ > shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor.shape
-        size += bytes_
-    if len(shards) == 1:
-        return {WEIGHTS: shards[0]}
-    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shapes for i, shapes in enumerate(shards, 1)}
+def special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """BOS, EOS and padding for config.json: those of the model that the tokenizer came with, if there is one."""
+    source = saved_settings(tokenizer, SOURCE_CONFIG)
+    if source is None:
+        return {"bos_token_id": None, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.eos_id}
+    return {name: source.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
-def _write_index(folder: Path, shards: Mapping[str, Mapping[str, Sequence[int]]], dtype: torch.dtype) -> None:
-    weight_map = {name: file for file, shapes in shards.items() for name in shapes}
-    total = sum(math.prod(shape) for shapes in shards.values() for shape in shapes.values()) * dtype.itemsize
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+def generation_settings(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The generation_config.json that the tokenizer came with; generation also stops at the EOS of the training."""
+    settings = saved_settings(tokenizer, GENERATION) or special_ids(tokenizer)
+    ends = settings.get("eos_token_id")
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    return settings if tokenizer.eos_id in ends else settings | {"eos_token_id": [*ends, tokenizer.eos_id]}
+
+
+def as_transformers_tokenizer(tokenizer: Tokenizer, context: int) -> PreTrainedTokenizerFast:
+    """A tokenizer for `save_pretrained` and AutoTokenizer. EOS is also the padding token."""
+    end: str | None = BYTE_EOS
+    if isinstance(tokenizer, ByteTokenizer):
+        library = _byte_tokenizer()
+    else:
+        library = Library.from_str(tokenizer.files["tokenizer.json"])
+        library.post_processor = None  # it may add BOS or EOS to a text, which training does not
+        end = library.id_to_token(tokenizer.eos_id)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=library,
+        eos_token=end,
+        pad_token=end,
+        model_max_length=context,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        # bytes have no special tokens: <|endoftext|> is 13 of them
+        split_special_tokens=isinstance(tokenizer, ByteTokenizer),
+    )
+
+
+def _byte_tokenizer() -> Library:
+    """256 tokens, one per byte; byte 0 never occurs in text and is EOS."""
+    vocabulary = {char: byte for byte, char in bytes_to_unicode().items() if byte != 0} | {BYTE_EOS: 0}
+    library = Library(models.BPE(vocab=vocabulary, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(BYTE_EOS, special=True, normalized=False)])
+    return library

@@ -1,15 +1,11 @@
-"""`tercet import hf`: convert a Hugging Face folder to config.toml, model.safetensors and tokenizer.json.
-
-Continue training with: tercet train --config OUT/config.toml
-"""
+"""`tercet import hf`: convert a Hugging Face folder to config.toml, model.safetensors and tokenizer.json."""
 
 from __future__ import annotations
 
 import importlib.util
-import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +13,10 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
-from transformers.utils import logging
 
 from tercet.config.keys import flatten_table
 from tercet.config.load import load as load_config
@@ -32,29 +28,20 @@ from tercet.inference.arguments import CONFIG as OUR_CONFIG
 from tercet.inference.arguments import WEIGHTS as OUR_WEIGHTS
 from tercet.inference.calibrate import load_dense, plant_facts
 from tercet.interop.huggingface import dense_weights
-from tercet.interop.huggingface.attention import saved_model
-from tercet.interop.huggingface.folder import (
-    CONFIG,
-    FolderError,
-    LazyWeights,
-    atomic_folder,
-    check_folder,
-    read_json,
-    weight_files,
-    write_tensors,
-)
-from tercet.interop.huggingface.tokenizer import BYTE_EOS
-from tercet.interop.options import BLOCK_SPARSE, ImportOptions, attention_options, check_empty
+from tercet.interop.huggingface.folder import CONFIG, FolderError, atomic_folder, read_json, read_weights
+from tercet.interop.huggingface.model import TercetConfig
+from tercet.interop.huggingface.support import saved_model
+from tercet.interop.options import ImportOptions, attention_options, check_empty
 from tercet.model.config import ModelConfig, RopeConfig
 from tercet.model.transformer import Transformer
-from tercet.parse import WRONG_VALUE, describe, first_problem, one_line_errors
+from tercet.parse import describe, first_problem, one_line_errors
 
+BYTE_EOS = "<|endoftext|>"
 # The default sequence length is at most this: 128k tokens do not fit on every GPU.
 MAX_DEFAULT_SEQ_LEN = 4096
-# Limits of the comparison with transformers: parameters in memory, floating-point operations for each of the models,
-# tokens (a mask has their square), and the largest difference of logits by their root mean square, to which
-# transformers' angles in float32 add.
-MOST_PARAMETERS, MOST_OPERATIONS, MOST_TOKENS = 600e6, 5e12, 8_300
+# Limits of the comparison with transformers: parameters in memory, tokens (a mask has their square), and the largest
+# difference of logits by their root mean square, to which transformers' angles in float32 add.
+MOST_PARAMETERS, MOST_TOKENS = 600e6, 8_300
 LARGEST_DIFFERENCE, DIFFERENCE_PER_TOKEN = 1e-3, 1e-6
 
 
@@ -87,47 +74,30 @@ def import_model(
     if source.suffix == ".gguf":
         with _unpacked(source) as folder:
             return import_model(folder, out, seq_len=seq_len, extend=extend, seed=seed, check=check, **options)
-    if not source.is_dir():
-        raise FolderError(f"{source} is not a folder: pass one with config.json and safetensors files")
     check_empty(out)
-    check_folder(source)
-    hf_config = read_json(source / CONFIG)
-    exact_length, theirs, notes = None, None, list[str]()
-    chosen = ImportOptions(**options)
-    attention = chosen.attention
+    hf_config, stored, chosen = read_json(source / CONFIG), read_weights(source), ImportOptions(**options)
     ours = hf_config.get("model_type") == "tercet"
-    restored = ours or (bool(hf_config.get("tercet")) and attention is None)
-    if restored:
-        _check_no_options(source, chosen, ours)
+    restored = ours or (bool(hf_config.get("tercet")) and chosen.attention is None)
+    if restored and (unused := chosen.changed()):
+        fix = "" if ours else ", or pass --attention to convert its dense weights again"
+        raise UsageError(f"{source} is a Tercet export, whose options are fixed: leave out {', '.join(unused)}{fix}")
+    exact_length, theirs, notes = None, None, list[str]()
     if ours:
-        model = _load_export(source, hf_config)
-        config, weights = model.config, iter(model.state_dict().items())
+        config, weights = _open_export(hf_config, stored)
     else:
-        with quiet():
-            theirs = dense_weights.read_config(hf_config)
-        hf_config = theirs.to_dict()
-        if restored:
-            settings = dense_weights.saved_options(_saved_config(source, hf_config))
-        else:
-            settings = {name: getattr(chosen, name) for name in ("nsa", "compression", "compress_selected_keys")}
-            settings |= attention_options(attention or "nsa", chosen.dense_below, chosen.selector)
-        stored = LazyWeights(weight_files(source))
-        if hf_config["tie_word_embeddings"] and not dense_weights.same_embeddings(stored):
-            hf_config["tie_word_embeddings"] = False
-            notes.append(
-                "lm_head.weight differs from the embedding, although config.json says tie_word_embeddings=true: both "
-                "were imported, as transformers does"
-            )
-        config = _dense_model_config(hf_config, settings, attention)
-        dense_weights.check_weights(config, theirs.model_type, stored.shapes)
-        selectors = _saved_selectors(source, config) if restored else {}
+        theirs = dense_weights.read_config(hf_config)
+        config = _model_config(source, theirs, chosen, restored)
+        stored = _checked(source, theirs, stored, config if restored else None)
         torch.manual_seed(seed)  # for φ or a selector, which the checkpoint does not have
-        weights = dense_weights.convert(config, stored, selectors, cover=chosen.cover, gate_logit=chosen.gate_logit)
-        windows = dense_weights.sliding_windows(hf_config)
-        exact_length = dense_weights.exact_length(config, windows, chosen.cover)
-    with _wrong_values(source / CONFIG):
-        context = int(hf_config.get("max_position_embeddings") or MAX_DEFAULT_SEQ_LEN)
+        weights = dict(dense_weights.convert(config, stored, chosen.gate_logit))
+        windows = dense_weights.sliding_windows(theirs)
+        exact_length = dense_weights.exact_length(config, windows)
+    with one_line_errors(FolderError, f"{source / CONFIG} has a value of the wrong type: copy the model again"):
+        context = int((hf_config if theirs is None else theirs.to_dict()).get("max_position_embeddings") or 4096)
     run = _run_config(source, out, config, seq_len or min(context, MAX_DEFAULT_SEQ_LEN), seed)
+    if config.selector == "learned" and not restored and (none := run.nothing_to_choose):
+        raise UsageError(f"--selector learned has nothing to choose: {none.reason}; import with a longer --seq_len, or "
+                         "other --nsa.select_count and --dense_below")  # fmt: skip
     written = run
     if extend is not None:
         written = _run_config(source, out, _extended(config, context, extend), extend, seed)
@@ -146,11 +116,8 @@ def batch_settings(seq_len: int) -> dict[str, int]:
     """Sequences of this length: about 4,096 tokens in a pass, and 65,536 in a step."""
     batch = max(1, MAX_DEFAULT_SEQ_LEN // seq_len)
     tokens = batch * seq_len
-    return {
-        "data.seq_len": seq_len,
-        "train.micro_batch": batch,
-        "train.tokens_per_step": tokens * max(1, 65536 // tokens),
-    }
+    step = tokens * max(1, 65536 // tokens)
+    return {"data.seq_len": seq_len, "train.micro_batch": batch, "train.tokens_per_step": step}
 
 
 @contextmanager
@@ -158,7 +125,7 @@ def _unpacked(file: Path) -> Iterator[Path]:
     """A GGUF file as a folder, by transformers' own loader."""
     if importlib.util.find_spec("gguf") is None:
         raise UsageError(f"{file}: reading GGUF files needs the package gguf: pip install gguf")
-    with tempfile.TemporaryDirectory() as temporary, quiet():
+    with tempfile.TemporaryDirectory() as temporary:
         model, tokenizer = load_dense(file, "cpu")
         folder = Path(temporary) / file.stem
         model.save_pretrained(folder)
@@ -166,71 +133,52 @@ def _unpacked(file: Path) -> Iterator[Path]:
         yield folder
 
 
-def _check_no_options(source: Path, options: ImportOptions, ours: bool) -> None:
-    """Refuse options for an export, which has its own. ours: its weights are not those of a dense model."""
-    if unused := options.changed():
-        fix = "" if ours else ", or pass --attention to convert its dense weights again"
-        raise UsageError(f"{source} is a Tercet export, whose options are fixed: leave out {', '.join(unused)}{fix}")
-
-
-def _saved_selectors(source: Path, config: ModelConfig) -> Mapping[str, Tensor]:
-    """The learned selectors that an export stored next to the weights of the family."""
-    if config.selector != "learned":
-        return {}
-    path = source / dense_weights.SELECTOR_WEIGHTS
-    if not path.is_file():
-        raise FolderError(
-            f"{source} has no {path.name}, but config.json says tercet.selector=learned: copy that file too, or pass "
-            "--attention block-sparse --selector learned for new selectors"
-        )
-    selectors = LazyWeights([path])
-    dense_weights.check_selectors(config, selectors.shapes)
-    return selectors
-
-
-def _dense_model_config(hf_config: dict[str, Any], options: dict[str, Any], attention: str | None) -> ModelConfig:
-    try:
-        return dense_weights.model_config(hf_config, options)
-    except KeyError as error:
-        raise FolderError(f"config.json has no {error.args[0]}: it is not a config of this model family") from None
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        message = first["msg"].removeprefix("Value error, ")
-        where = ".".join(map(str, first["loc"]))
-        if attention and (message.startswith("attention=") or where == "attention"):
-            raise UsageError(f"--attention {attention}: {message}") from None
-        raise FolderError(": ".join(filter(None, ("config.json", where, message)))) from None
-    except WRONG_VALUE as error:
-        raise FolderError(f"config.json has a value of the wrong type ({describe(error)}): copy it again") from None
-
-
-def _wrong_values(path: Path) -> AbstractContextManager[None]:
-    return one_line_errors(FolderError, f"{path} has a value of the wrong type: copy the model again")
-
-
-def _saved_config(source: Path, hf_config: dict[str, Any]) -> ModelConfig:
-    sizes = (hf_config.get(f"num_{name}", 0) for name in ("hidden_layers", "attention_heads", "key_value_heads"))
-    try:
-        return saved_model(hf_config.get("tercet") or {}, *sizes)
-    except ValidationError as error:
-        raise FolderError(f"{source / CONFIG}: {first_problem(error, 'tercet')}") from None
-
-
-def _load_export(source: Path, hf_config: dict[str, Any]) -> Transformer:
-    config = _saved_config(source, hf_config)
-    stored = dict(LazyWeights(weight_files(source)))
-    layers = len({name.split(".")[2] for name in stored if name.startswith("model.blocks.")})
-    if layers != config.layers:
-        raise FolderError(f"{source}: config.json says {config.layers} layers, the weights {layers}: copy it again")
-    with torch.device("meta"):
-        model = Transformer(config)
+def _open_export(hf_config: dict[str, Any], stored: dict[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """An export of Tercet, or what transformers made of it."""
+    with _wrong_values():
+        config = TercetConfig.from_dict(hf_config).model()
     weights = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
-    try:
-        model.load_state_dict(weights, assign=True)
-    except RuntimeError as error:
-        message = " ".join(str(error).split())
-        raise FolderError(f"{source}: its weights do not fit its config.json ({message[:300]})") from None
-    return model
+    state = dense_weights.empty_state(config)
+    dense_weights.check_weights(state, weights, "the export")
+    return config, {name: weights[name] for name in state}
+
+
+def _model_config(source: Path, theirs: PretrainedConfig, chosen: ImportOptions, restored: bool) -> ModelConfig:
+    if restored:
+        with _wrong_values():
+            saved = saved_model(theirs)
+        if "nsa" in saved.attention_kinds and saved.spec("nsa").gated:
+            raise UsageError(f"config.json: tercet.gate={saved.gate}, but a dense model's weights need gate=none; to "
+                             "convert them, pass --attention")  # fmt: skip
+        settings = dict(saved)
+    else:
+        settings = {"nsa": chosen.nsa, **attention_options(chosen)}
+    with _wrong_values():
+        try:
+            return dense_weights.model_config(theirs, settings)
+        except ValidationError as error:
+            raise FolderError(f"{source}: {first_problem(error)}") from None
+
+
+def _wrong_values() -> AbstractContextManager[None]:
+    return one_line_errors(FolderError, "config.json has a value of the wrong type: copy it again")
+
+
+def _checked(
+    source: Path, theirs: PretrainedConfig, stored: dict[str, Tensor], config: ModelConfig | None
+) -> dict[str, Tensor]:
+    """The weights. config: with those of its learned selectors, which an export stored next to them."""
+    expected = dense_weights.meta_model(theirs).state_dict()
+    if theirs.tie_word_embeddings:
+        stored["lm_head.weight"] = expected["lm_head.weight"]
+    given = {name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")}
+    dense_weights.check_weights(expected, given, "the checkpoint")
+    if config is None or config.selector != "learned":
+        return given
+    selectors = read_weights(source, dense_weights.SELECTOR_WEIGHTS)
+    expected = {name: x for name, x in dense_weights.empty_state(config).items() if ".selector." in name}
+    dense_weights.check_weights(expected, selectors, dense_weights.SELECTOR_WEIGHTS)
+    return given | selectors
 
 
 def _extended(config: ModelConfig, context: int, length: int) -> ModelConfig:
@@ -238,17 +186,14 @@ def _extended(config: ModelConfig, context: int, length: int) -> ModelConfig:
     if length <= context:
         raise UsageError(f"--extend {length} is not above max_position_embeddings={context}: use --seq_len")
     if config.rope_scaling != 1 or config.rope_max_wavelength:
-        raise UsageError(
-            f"--extend {length}: RoPE of this model is scaled already (rope_scaling={config.rope_scaling}, "
-            f"rope_max_wavelength={config.rope_max_wavelength}): import it with --seq_len, and set model.rope_scaling"
-        )
-    rope = RopeConfig(type="yarn", original_length=context)
+        raise UsageError(f"--extend {length}: its RoPE is scaled already (rope_scaling={config.rope_scaling:g}): "
+                         "import it with --seq_len, and set model.rope_scaling")  # fmt: skip
+    rope = RopeConfig("yarn", context)
     return config.model_copy(update={"rope_scaling": length / context, "rope": rope})
 
 
 def _run_config(source: Path, out: Path, config: ModelConfig, seq_len: int, seed: int) -> RunConfig:
-    sparse = [name for name in config.attention_names if name in (BLOCK_SPARSE, "nsa")]
-    kind = sparse[0] if sparse else "-".join(sorted(set(config.attention_names)))
+    kind = "-".join(sorted(set(config.attention_names)))
     values: dict[str, Any] = {
         "run.name": f"{source.resolve().name}-{kind}",
         "run.seed": seed,
@@ -257,19 +202,19 @@ def _run_config(source: Path, out: Path, config: ModelConfig, seq_len: int, seed
         "train.init_state": "weights",
     }
     values |= flatten_table({"model": config.model_dump(mode="json")})
-    tokenizer = source / TOKENIZER
-    with _wrong_values(tokenizer):
-        copy_tokenizer = tokenizer.is_file() and not _is_byte_tokenizer(tokenizer)
-    if copy_tokenizer:
-        values["data.tokenizer"] = str((out / TOKENIZER).resolve())
-        values["data.eos_token"] = _eos_token(source)
+    if (source / TOKENIZER).is_file():
+        with one_line_errors(FolderError, f"{source / TOKENIZER} is damaged: copy the model again"):
+            if not _is_byte_tokenizer(source / TOKENIZER):
+                values |= {"data.tokenizer": str((out / TOKENIZER).resolve()), "data.eos_token": _eos_token(source)}
     return load_config(flags=values).config
 
 
-def _write(source: Path, folder: Path, run: RunConfig, weights: Iterator[tuple[str, Tensor]]) -> None:
-    with torch.device("meta"):
-        state = Transformer(run.model).state_dict()
-    write_tensors(folder / OUR_WEIGHTS, {name: tensor.shape for name, tensor in state.items()}, weights)
+def _write(source: Path, folder: Path, run: RunConfig, weights: dict[str, Tensor]) -> None:
+    for name, tensor in weights.items():
+        weights[name] = tensor.float().contiguous()
+        if not weights[name].isfinite().all():
+            raise FolderError(f"{source}: {name} has NaN or infinite weights: copy or train the model again")
+    save_file(weights, folder / OUR_WEIGHTS, {"format": "pt"})
     if Path(run.data.tokenizer).name == TOKENIZER:
         for name in (TOKENIZER, *TRANSFORMERS_FILES):
             if (source / name).is_file():
@@ -294,18 +239,12 @@ def _eos_token(source: Path) -> str:
     return token if isinstance(token, str) else ""
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the warnings and progress bars of transformers."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+def _affordable_layers(config: ModelConfig) -> int:
+    """How many layers to compare."""
+    heads = config.head_dim * config.heads
+    layer = config.dim * (2 * heads + 2 * config.head_dim * config.kv_heads + 3 * config.ffn_dim)
+    others = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
+    return max(1, min(int((MOST_PARAMETERS - others) // layer), config.layers))
 
 
 @torch.no_grad()
@@ -315,33 +254,39 @@ def _compare(
     """Compare logits of transformers and of the imported weights, with dense attention in place of sparse. Says what
     was compared; raises if they differ."""
     reach = max([0, *filter(None, windows), config.rope.original_length if config.rope.type != "linear" else 0])
-    lengths, layers = _affordable(config, reach)
-    random = torch.Generator().manual_seed(0)
-    texts = [torch.randint(config.vocab_size, (1, length), generator=random) for length in lengths]
-    # at the start, at the end and in between: all logits of a long sequence would be too many
-    places = [torch.linspace(0, length - 1, min(length, 64)).long() for length in lengths]
-    expected = _expected_logits(source, theirs, layers, texts, places)
-    model = dense_weights.dense_model(config, windows[:layers], LazyWeights([folder / OUR_WEIGHTS]))
-    worst = 0.0
-    for text, place, logits in zip(texts, places, expected, strict=True):
-        difference = (model.logits(model.hidden(text)[:, place]) - logits).abs().max() / logits.square().mean().sqrt()
-        found = 0.0 if difference.isnan() and not logits.any() else difference.item()  # of weights that are all 0
-        limit = LARGEST_DIFFERENCE + DIFFERENCE_PER_TOKEN * text.shape[1]
-        if not found <= limit:
-            raise TercetError(
-                f"the import of {source} differs from what transformers computes: logits of {text.shape[1]:,} tokens "
-                f"differ by {found:.2g} of their size, more than {limit:.2g}, so nothing was written: report it with "
-                "the model's config.json"
-            )
-        worst = max(worst, found)
+    length, layers = min(max(128, reach + 32), MOST_TOKENS), _affordable_layers(config)
+    theirs.num_hidden_layers = layers
+    if getattr(theirs, "layer_types", None):
+        theirs.layer_types = theirs.layer_types[:layers]
+    text = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    places = torch.linspace(0, length - 1, 64).long()  # all logits of a long sequence would be too many
+    try:
+        original = AutoModelForCausalLM.from_pretrained(
+            source, config=theirs, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        ).eval()
+        expected = original(text, logits_to_keep=places).logits
+    except Exception as error:  # of many kinds
+        raise FolderError(
+            f"{source} cannot be compared with what transformers computes, which fails ({describe(error)}): copy the "
+            "model again or, to import it without this check, pass --no_check"
+        ) from None
+    model = dense_weights.dense_model(config, windows[:layers], read_weights(folder))
+    logits = model.logits(model.hidden(text)[:, places])
+    difference = ((logits - expected).abs().max() / expected.square().mean().sqrt().clamp(min=1e-30)).item()
+    limit = LARGEST_DIFFERENCE + DIFFERENCE_PER_TOKEN * length
+    if not difference <= limit:
+        raise TercetError(
+            f"the import of {source} differs from what transformers computes: logits of {length:,} tokens differ by "
+            f"{difference:.2g} of their size, more than {limit:.2g}, so nothing was written: report it with the "
+            "model's config.json"
+        )
     share = "" if layers == config.layers else f", in the first {layers} of {config.layers} layers"
-    short = "" if lengths[-1] > reach else f" (not the {reach:,} of its window or original context: too expensive here)"
-    kinds = zip(config.attention_kinds, windows, strict=True)
-    sparse = any(kind != "dense" and window is None for kind, window in kinds)
+    short = "" if length > reach else f" (not the {reach:,} of its window or original context: too expensive here)"
+    sparse = any(kind != "dense" and w is None for kind, w in zip(config.attention_kinds, windows, strict=True))
     dense = ", with dense attention in place of sparse" if sparse else ""
     return (
-        f"compared with transformers{dense}{share}: logits of {len(lengths)} sequences of up to {lengths[-1]:,} tokens"
-        f"{short} differ by at most {worst:.1g} of their size"
+        f"compared with transformers{dense}{share}: logits of {length:,} tokens{short} differ by at most "
+        f"{difference:.1g} of their size"
     )
 
 
@@ -350,8 +295,8 @@ def _compare_sparse(source: Path, folder: Path, run: RunConfig, windows: Sequenc
     """A table of what reading blocks costs: facts found in long texts and loss, of the dense and the sparse model."""
     config, gpu = run.model, torch.cuda.is_available()
     length = 2 * max(config.nsa.selected_tokens, config.dense_below)
-    weights = LazyWeights([folder / OUR_WEIGHTS])
-    size = sum(math.prod(shape) for shape in weights.shapes.values())
+    weights = read_weights(folder)
+    size = sum(x.numel() for x in weights.values())
     if "nsa" not in config.attention_kinds or config.selector == "learned" or run.data.seq_len < length:
         return []
     if size > MOST_PARAMETERS and not gpu:
@@ -383,34 +328,3 @@ def _compare_sparse(source: Path, folder: Path, run: RunConfig, windows: Sequenc
         first = first or loss
         lines.append(f"{name:24}{f'{found} of {len(documents)}':>10}{loss:8.3f}{change}")
     return lines
-
-
-def _expected_logits(
-    source: Path, config: PretrainedConfig, layers: int, texts: Sequence[Tensor], places: Sequence[Tensor]
-) -> list[Tensor]:
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
-    try:
-        with quiet():
-            model = AutoModelForCausalLM.from_pretrained(
-                source, config=config, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
-            ).eval()
-            return [model(text, logits_to_keep=place).logits for text, place in zip(texts, places, strict=True)]
-    except Exception as error:  # of many kinds
-        raise FolderError(
-            f"{source} cannot be compared with what transformers computes, which fails ({describe(error)}): copy the "
-            "model again or, to import it without this check, pass --no_check"
-        ) from None
-
-
-def _affordable(config: ModelConfig, reach: int) -> tuple[list[int], int]:
-    """Lengths of the sequences to compare, if possible one longer than `reach`, and how many of the layers."""
-    heads = config.head_dim * config.heads
-    layer = config.dim * (2 * heads + 2 * config.head_dim * config.kv_heads + 3 * config.ffn_dim)
-    length = min(max(128, reach + 32), MOST_TOKENS)
-    while (operations := 2 * length * (layer + 2 * length * heads)) > MOST_OPERATIONS and length > 128:
-        length //= 2
-    others = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
-    layers = min((MOST_PARAMETERS - others) // layer, MOST_OPERATIONS // operations, config.layers)
-    return [16, 64, length], max(1, int(layers))

@@ -1,6 +1,6 @@
 """Tercet models for transformers: TercetConfig, TercetCache, TercetForCausalLM.
 
-input_ids, labels: int64 [B, T]; attention_mask: see `attention.read_mask`, padding on either side.
+input_ids, labels: int64 [B, T]; attention_mask: [B, tokens], 0 for padding on either side.
 """
 
 from __future__ import annotations
@@ -14,28 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Cache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import logging
 
 from tercet.interop.huggingface.attention import read_mask
-from tercet.interop.huggingface.folder import FolderError, check_folder
+from tercet.interop.huggingface.folder import FolderError
+from tercet.interop.huggingface.support import NAMES
 from tercet.model.config import ModelConfig
 from tercet.model.transformer import Transformer
 from tercet.parse import first_problem
-
-logger = logging.get_logger(__name__)
-
-# transformers' name -> ours. For other tools only: the model is built from the `tercet` entry.
-_NAMES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "dim",
-    "intermediate_size": "ffn_dim",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "head_dim": "head_dim",
-    "tie_word_embeddings": "tie_embeddings",
-}
-
 
 # Read by transformers without `import tercet.interop.huggingface`, instead of advising to update transformers: it asks
 # for trust_remote_code=True, and then for `pip install tercet` if that is missing.
@@ -68,21 +53,16 @@ class TercetConfig(PretrainedConfig):
             model = ModelConfig.model_validate(tercet or {})
         except ValidationError as error:
             raise ValueError(f"config.json: {first_problem(error, 'tercet')}") from None
-        for theirs, ours in _NAMES.items():
-            expected = getattr(model, ours)
-            given = kwargs.pop(theirs, expected)
-            if given != expected:
+        derived = {theirs: getattr(model, ours) for theirs, ours in NAMES.items()}
+        for name, expected in derived.items():
+            if (given := kwargs.pop(name, expected)) != expected:
                 raise ValueError(
-                    f"config.json has {theirs}={given} but tercet.{ours}={expected}: they must be equal; "
-                    f"change both, or remove {theirs}"
+                    f"config.json has {name}={given} but tercet.{NAMES[name]}={expected}: they must be equal; "
+                    f"change both, or remove {name}"
                 )
-            setattr(self, theirs, expected)
+        super().__init__(**kwargs, **derived)
         self.tercet = model.model_dump(mode="json")
         self.max_position_embeddings = max_position_embeddings
-        super().__init__(**kwargs)
-        # Again: the base class overwrites some of these with its defaults.
-        for theirs, ours in _NAMES.items():
-            setattr(self, theirs, getattr(model, ours))
         self.auto_map = {"AutoConfig": "modeling_tercet.TercetConfig",
                          "AutoModelForCausalLM": "modeling_tercet.TercetForCausalLM"}  # fmt: skip
 
@@ -100,16 +80,17 @@ class TercetConfig(PretrainedConfig):
 
 
 class TercetCache(Cache):
-    """Tercet's per-layer caches behind transformers' Cache interface.
+    """Tercet's per-layer caches behind transformers' Cache interface, as generation with beams needs it.
 
     `columns` counts padding too, as transformers expects, and `real` [B, columns] is False for it (None: there is
     none); the layer caches know the real length of each row.
     """
 
+    is_croppable = False
+
     def __init__(self, model: Transformer, batch: int) -> None:
         # No super().__init__(): it would allocate transformers' own KV layers.
         self.layers: list[Any] = []
-        self._model = model
         self.caches = [layer.make_cache(batch) for layer in model.attention_layers()]
         self.columns = 0
         self.real: Tensor | None = None
@@ -117,57 +98,23 @@ class TercetCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.columns
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.columns + query_length, 0
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         for cache in self.caches:
             cache.take_rows(beam_idx)
         if self.real is not None:
             self.real = self.real[beam_idx.to(self.real.device)]
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = torch.arange(self.caches[0].batch, device=self.caches[0].device)
-        self.reorder_cache(rows.repeat_interleave(repeats))
-
-    def reset(self) -> None:
-        batch = self.caches[0].batch
-        self.caches = [layer.make_cache(batch) for layer in self._model.attention_layers()]
-        self.columns, self.real = 0, None
-
-    def crop(self, tokens_to_remove: int) -> None:
-        raise NotImplementedError("TercetCache cannot be cropped: assisted generation is not supported")
-
-    def nbytes(self) -> int:
-        return sum(cache.nbytes() for cache in self.caches)
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
-
-    @property
-    def is_croppable(self) -> bool:
-        return False
-
-    @property
-    def is_initialized(self) -> bool:
-        return self.columns > 0
-
     def __len__(self) -> int:
         return len(self.caches)
 
-    def __repr__(self) -> str:
-        return f"TercetCache(layers={len(self.caches)}, columns={self.columns}, bytes={self.nbytes()})"
+    def _unsupported(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("TercetCache is filled by Tercet's layers, and cannot be cropped, reset or repeated")
 
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("Tercet's layers fill their caches themselves")
+    crop = update = reset = batch_repeat_interleave = batch_select_indices = _unsupported
 
 
-# Arguments that generation and Trainer pass to every model; accepted and ignored where they have no effect.
-_KNOWN_ARGUMENTS = {"cache_position", "return_dict", "output_attentions", "output_hidden_states", "num_items_in_batch"}
+# Arguments that generation and Trainer pass to every model.
+_KNOWN_ARGUMENTS = {"cache_position", "return_dict", "num_items_in_batch"}
 
 
 class TercetForCausalLM(PreTrainedModel, GenerationMixin):
@@ -198,37 +145,24 @@ class TercetForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         _check_arguments(input_ids, past_key_values, kwargs)
         assert input_ids is not None
+        cached = use_cache or past_key_values is not None
+        if cached and torch.is_grad_enabled() and (self.training or labels is not None):
+            raise ValueError(
+                "use_cache=True or past_key_values is given, and cached tokens have no gradients: to train, pass the "
+                "whole sequence and use_cache=False; else call the model under torch.no_grad()"
+            )
         if past_key_values is None and use_cache:
             past_key_values = TercetCache(self.model, input_ids.shape[0])
         real = _real_tokens(input_ids, attention_mask, past_key_values)
         _check_positions(position_ids, input_ids, real, past_key_values)
-        if past_key_values is None or not torch.is_grad_enabled():
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not cached):
             hidden = self._hidden(input_ids, real, past_key_values, cu_seqlens)
-        else:  # cached keys and values have no gradients
-            first = past_key_values.columns == 0
-            with torch.no_grad():
-                hidden = self._hidden(input_ids, real, past_key_values, cu_seqlens)
-            if first:
-                logger.warning_once(
-                    "use_cache=True with gradients computes the tokens twice: pass use_cache=False to train, or call "
-                    "the model under torch.no_grad()"
-                )
-                hidden = self._hidden(input_ids, real, None, cu_seqlens)
-            else:
-                hidden = _RefuseGradients.apply(hidden, *self.model.parameters())
-        if isinstance(logits_to_keep, int):
-            kept = hidden[:, -logits_to_keep:] if logits_to_keep else hidden
-        else:
-            kept = hidden[:, logits_to_keep]
-        logits = self.model.logits(kept)
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.model.logits(hidden[:, kept])
         loss = None
         if labels is not None:
-            loss = self.loss_function(
-                logits=logits,
-                labels=labels,
-                vocab_size=self.config.vocab_size,
-                num_items_in_batch=kwargs.get("num_items_in_batch"),
-            )
+            count, size = kwargs.get("num_items_in_batch"), self.config.vocab_size
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, num_items_in_batch=count)
         out = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
         return out if kwargs.get("return_dict", True) in (True, None) else out.to_tuple()
 
@@ -256,18 +190,14 @@ class TercetForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As in transformers, but missing weights are an error instead of being newly initialized."""
-        if pretrained_model_name_or_path is not None and Path(pretrained_model_name_or_path).is_dir():
-            check_folder(Path(pretrained_model_name_or_path))
         return_info = kwargs.pop("output_loading_info", False)
         loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         model, info = loaded
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            names = sorted(map(str, info.get(problem) or ()))
-            if names:
-                shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+            if names := sorted(map(str, info.get(problem) or ())):
                 raise FolderError(
-                    f"{pretrained_model_name_or_path}: {problem.replace('_', ' ')} in its weights ({shown}): it is "
-                    "incomplete or from another version; export it again"
+                    f"{pretrained_model_name_or_path}: {problem.replace('_', ' ')} in its weights, such as {names[0]}: "
+                    "it is incomplete or from another version; export it again"
                 )
         return (model, info) if return_info else model
 
@@ -285,21 +215,6 @@ class TercetForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.head
 
 
-class _RefuseGradients(torch.autograd.Function):
-    """Hidden states that were computed from a cache, without a graph."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, *parameters: Tensor) -> Tensor:
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise ValueError(
-            "past_key_values holds tokens, and cached tokens have no gradients: to train, pass the whole sequence "
-            "without past_key_values"
-        )
-
-
 def _check_arguments(input_ids: Tensor | None, past: Any, kwargs: dict[str, Any]) -> None:
     if input_ids is None:
         raise ValueError("input_ids is missing: Tercet's models read tokens; inputs_embeds is not supported")
@@ -307,10 +222,7 @@ def _check_arguments(input_ids: Tensor | None, past: Any, kwargs: dict[str, Any]
         raise ValueError(
             f"past_key_values is a {type(past).__name__}: pass the TercetCache that use_cache=True returns, or nothing"
         )
-    for name in ("output_attentions", "output_hidden_states"):
-        if kwargs.get(name):
-            raise ValueError(f"{name}=True is not supported: sparse attention does not compute what it would return")
-    unknown = {name for name, value in kwargs.items() if value is not None} - _KNOWN_ARGUMENTS
+    unknown = {name for name, value in kwargs.items() if value is not None and value is not False} - _KNOWN_ARGUMENTS
     if unknown:
         raise ValueError(f"TercetForCausalLM does not support {', '.join(sorted(unknown))}: remove it")
 
@@ -321,7 +233,7 @@ def _real_tokens(tokens: Tensor, mask: Tensor | None, past: TercetCache | None) 
     cached, before = (0, None) if past is None else (past.columns, past.real)
     if mask is None:
         return None if before is None else F.pad(before, (0, width), value=True)
-    real = read_mask(mask.to(tokens.device), batch, width, cached + width, cached, longer=past is not None)
+    real = read_mask(mask.to(tokens.device), batch, cached + width, longer=past is not None)
     if cached and not torch.equal(real[:, :cached], torch.ones_like(real[:, :cached]) if before is None else before):
         raise ValueError(
             f"attention_mask {list(mask.shape)} has other padding among its first {cached} tokens than the cache: pass "

@@ -1,4 +1,7 @@
-"""Which models attn_implementation="tercet" serves: read from the code of their attention layers, not from a list."""
+"""Which models attn_implementation="tercet" serves, and with which settings.
+
+Models are judged by the code of their attention layers, not by a list. Settings are the entry `tercet` of config.json.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,37 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from pydantic import ValidationError
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tercet.attention.config import NSAConfig
+from tercet.attention.selector import slow_channels
+from tercet.attention.spec import SCORERS, AttentionSpec, block_sparse
 from tercet.errors import UsageError
+from tercet.model.config import ModelConfig
+from tercet.parse import first_problem
 
 NAME = "tercet"
+# Fields of config.json -> ours.
+NAMES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "ffn_dim",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "tie_word_embeddings": "tie_embeddings",
+}
+DEFAULTS = {"gate": "none", "selector": "own"}
+SCORE_CHANNELS = 32
 LOCAL = ("sliding_attention", "chunked_attention")
 # what models pass to their attention function, and we do not compute
 _UNSUPPORTED = {
@@ -41,7 +64,7 @@ def unsupported(what: str, fix: str) -> UnsupportedError:
 
 
 def check_arguments(arguments: dict[str, Any]) -> None:
-    """Raise for an argument of the attention function that changes what it computes, and that we do not know."""
+    """Raise for an argument of the attention function that we do not compute."""
     for name, meaning in _UNSUPPORTED.items():
         if arguments.get(name) is not None:
             raise unsupported(f"{name} ({meaning})", "use eager or sdpa")
@@ -98,6 +121,12 @@ def attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Forward
         kind: Any = type(layer)
         if (forward := read_forward(kind)) is not None:
             yield name, layer, forward
+
+
+def is_local(layer: nn.Module, arguments: dict[str, Any]) -> bool:
+    """Whether a layer has a sliding window or chunks, and so stays as it is."""
+    kinds, index = getattr(layer.config, "layer_types", None), getattr(layer, "layer_idx", None)
+    return arguments.get("sliding_window") is not None or bool(kinds and index is not None and kinds[index] in LOCAL)
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -171,3 +200,125 @@ def check_when_loading() -> None:
         method = getattr(PreTrainedModel, name)
         if not hasattr(method, "__wrapped__"):
             setattr(PreTrainedModel, name, checked(method))
+
+
+# ------------------------------------------------------------ settings
+
+
+def use_block_sparse(
+    model: PreTrainedModel,
+    config: NSAConfig | None = None,
+    *,
+    scorer: str = "own",
+    score_channels: int | str | None = None,
+    layers: Sequence[int] | None = None,
+    dense_below: int = 0,
+    exact_groups: Sequence[Sequence[int]] = (),
+) -> None:
+    """Let a decoder of transformers read long contexts block by block (docs/convert.md).
+
+    Weights stay as they are. The settings are kept in model.config.tercet, which save_pretrained writes; a model loaded
+    with attn_implementation="tercet" reads them there, or takes these defaults.
+
+    config          block sizes; `window` has no effect
+    scorer          what chooses the blocks: "own" (the model's own queries and keys) or "compressed" (means of keys)
+    score_channels  channels of a head that "own" reads, those that RoPE rotates slowest, or "all" of them. Default: 32,
+                    or all where RoPE rotates only a part of them, or in a way that is not known
+    layers          which layers are sparse, counted from 0; the others stay dense
+    dense_below     queries at positions below this read everything, as in the dense model
+    exact_groups    with "own": the KV heads of each layer that choose by it, such as [[0, 1], [], [1]]; the others
+                    choose by means of keys. Empty: all choose by it
+    """
+    check_model(model)
+    stored = model.config.get_text_config()
+    settings: dict[str, Any] = {
+        **DEFAULTS, "nsa": asdict(config or NSAConfig()), "dense_below": dense_below, "selector": scorer
+    }  # fmt: skip
+    if score_channels is not None:
+        _check_channels(model, scorer, score_channels)
+        settings["score_channels"] = score_channels
+    if layers is not None:
+        count = stored.num_hidden_layers
+        if not layers or not set(layers) <= {*range(count)}:
+            raise UnsupportedError(f"layers={[*layers]} must be some of the model's layers, 0 to {count - 1}")
+        settings |= {"layers": count, "attention": ["nsa" if i in layers else "dense" for i in range(count)]}
+    if exact_groups:
+        settings["exact_groups"] = [list(groups) for groups in exact_groups]
+    read_settings(stored, settings)
+    stored.tercet = settings
+    model.set_attn_implementation(NAME)
+
+
+def _check_channels(model: PreTrainedModel, scorer: str, channels: int | str) -> None:
+    if scorer != "own":
+        raise UnsupportedError(f'score_channels={channels!r} has no effect with scorer={scorer!r}: use scorer="own"')
+    if channels == "all":
+        return
+    sizes: list[Any] = [layer.head_dim for _, layer, _ in attention_layers(model) if layer.tercet_rotation]
+    if not sizes:
+        raise UnsupportedError(
+            f"score_channels={channels!r}: model_type={model.config.model_type!r} does not rotate whole heads in a "
+            'known way, so it is unknown which channels are the slowest: use score_channels="all"'
+        )
+    if not isinstance(channels, int) or channels % 2 or not min(16, sizes[0]) <= channels <= sizes[0]:
+        raise UnsupportedError(f'score_channels={channels!r} must be "all" or an even number from 16 to {sizes[0]}')
+
+
+class Settings(NamedTuple):
+    spec: AttentionSpec
+    dense_layers: frozenset[int]
+    exact_groups: tuple[tuple[int, ...], ...]
+    score_channels: int | str
+    given: bool
+    """Whether the model came with settings; else these are the defaults."""
+
+    def of_layer(self, layer: nn.Module) -> AttentionSpec:
+        # a model that chooses blocks itself in some layers reads everything in the others
+        kind: Any = type(layer)
+        forward = None if self.given else read_forward(kind)
+        index: Any = getattr(layer, "layer_idx", None)
+        spec = replace(self.spec, exact_groups=self.exact_groups[index]) if self.exact_groups else self.spec
+        if index in self.dense_layers or (forward and "block_indices" in forward.arguments):
+            return replace(spec, dense_below=sys.maxsize)
+        return spec
+
+    def channels(self, layer: nn.Module, q: Tensor) -> Tensor | None:
+        """Channels that "own" reads; None: all."""
+        size, rotation, count = q.shape[-1], getattr(layer, "tercet_rotation", None), self.score_channels
+        if rotation is None or not isinstance(count, int) or count >= size:
+            return None
+        if rotation == "pairs":
+            return torch.arange(size - count, size, device=q.device)
+        return slow_channels(size, q.device, count // 2)
+
+
+def saved_model(config: PreTrainedConfig, settings: Mapping[str, Any] | None = None) -> ModelConfig:
+    """The entry `tercet` of a config.json, or these settings, less what only `use_block_sparse` knows."""
+    known = {name: value for name, value in (settings or config.tercet).items() if name != "score_channels"}
+    if known.get("exact_groups"):  # which are checked against the sizes of the model
+        heads = config.num_attention_heads
+        sizes = {"heads": heads, "kv_heads": getattr(config, "num_key_value_heads", None) or heads}
+        known = {"layers": config.num_hidden_layers, **sizes, **known}
+    try:
+        return ModelConfig.model_validate(known)
+    except ValidationError as error:
+        raise UnsupportedError(first_problem(error, "config.tercet")) from None
+
+
+def read_settings(config: PreTrainedConfig, settings: Mapping[str, Any] | None = None) -> Settings:
+    """The settings in a model's configuration, as `use_block_sparse` or `tercet export hf --format llama` left them."""
+    stored = settings or getattr(config, "tercet", None) or {}
+    model = saved_model(config, stored or DEFAULTS)
+    kinds = model.attention_kinds
+    if "window" in kinds or ("nsa" in kinds and model.spec("nsa").gated):
+        raise unsupported(
+            f"tercet.attention={model.attention!r}", "its layers must be block-sparse (gate=none) or dense"
+        )
+    if SCORERS[model.selector].reads == "projections":
+        raise unsupported(
+            f"tercet.selector={model.selector!r}",
+            "its weights are not in the model; to choose by its own queries and keys, call use_block_sparse(model, …)",
+        )
+    dense = frozenset(i for i, kind in enumerate(kinds) if kind == "dense")
+    spec = block_sparse(model.nsa, model.selector, model.dense_below)
+    return Settings(spec, dense, model.exact_groups, stored.get("score_channels", SCORE_CHANNELS), bool(stored))
