@@ -275,7 +275,22 @@ def selected_attention(
 
     With a span, keys before `span.first_key` are missing: no query may select a block that contains one.
     """
+    if q.shape[1] == 1 and packing is None and config.selected_tokens < k.shape[1]:
+        return _selected_of_one(q, k, v, block_indices, config, span)
     return tiled_attention(q, k, v, lambda: _selected_tiles(q, block_indices, config, packing, span))
+
+
+def _selected_of_one(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSAConfig, span: Span) -> Tensor:
+    """`selected_attention` of a single query, over copies of the blocks that it reads: decoding reads nothing else."""
+    inside = torch.arange(config.select_block, device=q.device)
+    token = (block_indices[:, 0, :, :, None] * config.select_block + inside).flatten(2)  # [B, G, n·l']
+    visible = (token >= 0) & (token <= span.first_query)
+    at = torch.where(visible, token - span.first_key, 0).long()
+    row, group = (torch.arange(n, device=q.device) for n in (q.shape[0], k.shape[2]))
+    k, v = (x[row[:, None, None], at, group[:, None]].transpose(1, 2) for x in (k, v))
+    t = torch.full((1,), span.first_query, device=q.device)
+    tile = Tile(slice(0, 1), slice(0, token.shape[2]), t, visible[:, :, None])
+    return tiled_attention(q, k, v, lambda: iter([tile]))
 
 
 def in_selected(t: Tensor, s: Tensor, block_indices: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
