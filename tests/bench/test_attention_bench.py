@@ -27,8 +27,10 @@ def test_the_operator_is_checked_and_timed(name: str) -> None:
         assert row["speedup"] == row["math_both_ms"] / row["nsa_both_ms"] > 0
 
 
-def test_block_sparse_attention_by_own_scores_is_checked_and_timed() -> None:
-    row = attention.bench("1x200x4x2x48", "random", CONFIG, OPTIONS._replace(scorer="own"))
+@pytest.mark.parametrize("exact", [None, 1])
+def test_block_sparse_attention_by_own_scores_is_checked_and_timed(exact: int | None) -> None:
+    options = OPTIONS._replace(scorer="own", exact_groups=exact)
+    row = attention.bench("1x200x4x2x48", "random", CONFIG, options)
     assert row["correct"], row
     assert row["forward_speedup"] == row["math_forward_ms"] / row["own_forward_ms"] > 0
     assert row["speedup"] == row["math_both_ms"] / row["own_both_ms"] > 0

@@ -29,8 +29,15 @@ from tercet.attention import reference
 from tercet.attention.config import NSAConfig
 from tercet.attention.layout import Span
 from tercet.attention.operator import block_sparse_attention, nsa_attention
-from tercet.attention.selector import TokenScorer, choose_blocks, own_scorer, slow_channels
-from tercet.attention.spec import block_sparse
+from tercet.attention.selector import (
+    TokenScorer,
+    choose_blocks,
+    own_scorer,
+    pool_keys,
+    select_by_keys,
+    slow_channels,
+)
+from tercet.attention.spec import AttentionSpec, block_sparse
 from tercet.bench.timing import device_name, measure, milliseconds, print_profile
 from tercet.doctor.kernels import MIN_EQUAL_BLOCKS, TOLERANCE, compare, relative_error
 from tercet.errors import TercetError, UsageError
@@ -61,6 +68,7 @@ class Options(NamedTuple):
     """How to check and time a shape; commands.py describes the fields."""
 
     scorer: str = "compressed"
+    exact_groups: int | None = None
     dense: Sequence[str] = ("cudnn", "flash")
     rows: int = 24
     budget: float = 0.6
@@ -141,18 +149,18 @@ def smooth(noise: Tensor, correlation: float) -> Tensor:
 
 
 def check_rows(
-    x: Inputs, config: NSAConfig, out: Tensor, indices: Tensor, rows: Sequence[int], scorer: str = "compressed"
+    x: Inputs, config: NSAConfig, out: Tensor, indices: Tensor, rows: Sequence[int], own: AttentionSpec | None = None
 ) -> tuple[float, float]:
-    """Compare rows at full length with the reference in fp64: (worst relative error, share of equal blocks)."""
+    """Compare rows at full length with the reference in fp64: (worst relative error, share of equal blocks). own: the
+    form of attention whose own queries and keys choose, instead of NSA."""
     worst, same, slots = 0.0, 0, 0
     for t in rows:
         row, span = (slice(t % x.q.shape[0], t % x.q.shape[0] + 1), slice(t, t + 1)), Span(t)
         q, chosen = x.q[row].double(), indices[row]
         ks, vs, kw, vw = (keys[row[0], : t + 1].double() for keys in (x.ks, x.vs, x.kw, x.vw))
         expected = reference.selected_attention(q, ks, vs, chosen, config, None, span)
-        if scorer == "own":
-            scored = _own_scores(x.q[row], x.ks[row[0], : t + 1], config)
-            best = reference.select_by_tokens(scored.queries.double(), scored.keys.double(), config, None, span, "own")
+        if own is not None:
+            best = _choose_exactly(_own_scores(x.q[row], x.ks[row[0], : t + 1], own), config, span)
         else:
             seen = (row[0], slice(config.num_compressed(t + 1)))
             kc, vc = x.kc[seen].double(), x.vc[seen].double()
@@ -176,9 +184,21 @@ def agreement(indices: Tensor) -> float:
     return (kept.sum() / (now >= 0).sum()).item()
 
 
-def _own_scores(q: Tensor, k: Tensor, config: NSAConfig) -> TokenScorer:
+def _own_scores(q: Tensor, k: Tensor, spec: AttentionSpec) -> TokenScorer:
     """The queries and keys that choose blocks: the slowest 16 planes."""
-    return own_scorer(q, k, slow_channels(q.shape[-1], q.device), block_sparse(config, "own", 0))
+    return own_scorer(q, k, slow_channels(q.shape[-1], q.device), spec)
+
+
+def _choose_exactly(scorer: TokenScorer, config: NSAConfig, span: Span) -> Tensor:
+    """In fp64; the KV heads that choose by means of keys come last, and read the means that the kernels read."""
+    best = reference.select_by_tokens(scorer.queries.double(), scorer.keys.double(), config, None, span, "own")
+    if (pooled := scorer.pooled) is None:
+        return best
+    means = pool_keys(pooled.keys, pooled.config).double()
+    others = select_by_keys(
+        pooled.queries.double(), means, config=pooled.config, packing=None, backend="reference", span=span
+    )
+    return torch.cat([best, others], 2)
 
 
 # ------------------------------------------------------------ time
@@ -234,23 +254,26 @@ def bench(
     shape, own = shape_of(name), options.scorer == "own"
     x = make_inputs(shape, config, kind, device=_device())
     operator: Callable[..., Any] = partial(nsa_attention, config=config, backend=_backend())
-    read, label = list(x), "nsa"
+    read, label, spec = list(x), "nsa", None
     if own:
-        channels = slow_channels(shape.D, x.q.device)
+        exact = None if options.exact_groups is None else tuple(range(options.exact_groups))
+        spec, channels = block_sparse(config, "own", 0, exact), slow_channels(shape.D, x.q.device)
         operator = partial(
-            block_sparse_attention, config=config, backend=_backend(), scorer="own", score_channels=channels
-        )
+            block_sparse_attention, config=config, backend=_backend(), scorer="own", score_channels=channels,
+            exact_groups=exact,
+        )  # fmt: skip
         read, label = [x.q, x.ks, x.vs], "own"
     *errors, equal = _compared(replace(shape, B=1, T=min(shape.T, 4096)), config, options.scorer)
     with torch.no_grad():
         out, aux = operator(*read, return_aux=True)
     at = [config.compress_block, *torch.linspace(shape.T // 3, shape.T - 1, options.rows).long().tolist()]
-    row_error, same = check_rows(x, config, out, aux.block_indices, at, options.scorer)
+    row_error, same = check_rows(x, config, out, aux.block_indices, at, spec)
     same = min(same, equal)
     correct = max(errors) <= TOLERANCE["bfloat16"] and row_error <= 1.5e-2 and same >= MIN_EQUAL_BLOCKS
     row: dict[str, Any] = {
-        "shape": name, "inputs": kind, "scorer": options.scorer, "worst_error": max(errors), "row_error": row_error,
-        "slots_equal": same, "agreement": agreement(aux.block_indices), "correct": correct,
+        "shape": name, "inputs": kind, "scorer": options.scorer, "exact_groups": options.exact_groups,
+        "worst_error": max(errors), "row_error": row_error, "slots_equal": same,
+        "agreement": agreement(aux.block_indices), "correct": correct,
     }  # fmt: skip
     if not correct:
         return row
@@ -261,8 +284,8 @@ def bench(
         return operator(*leaves)
 
     row |= {f"{label}_{key}": ms for key, ms in measure(forward, leaves, dout, options.budget).items()}
-    if own:
-        row["choice_ms"] = milliseconds(partial(_choose_own, x.q, x.ks, config), options.budget)
+    if spec is not None:
+        row["choice_ms"] = milliseconds(partial(_choose_own, x.q, x.ks, spec), options.budget)
     if options.profile:
         print_profile(lambda: torch.autograd.grad(forward(), leaves, dout))
     if dense is None:
@@ -277,8 +300,8 @@ def bench(
 
 
 @torch.no_grad()
-def _choose_own(q: Tensor, k: Tensor, config: NSAConfig) -> Tensor:
-    return choose_blocks(_own_scores(q, k, config), config=config, backend=_backend())
+def _choose_own(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
+    return choose_blocks(_own_scores(q, k, spec), config=spec.blocks, backend=_backend())
 
 
 COLUMNS: Columns = {
@@ -296,6 +319,8 @@ def main(names: Sequence[str], kinds: Sequence[str], options: Options) -> int:
     check_known("--inputs", kinds, ("random", "smooth"))
     check_known("--dense", options.dense, ("cudnn", "flash"), may_be_empty=True)
     for name in names:
+        if options.exact_groups is not None and not 1 <= options.exact_groups <= shape_of(name).G:
+            raise UsageError(f"--exact_groups {options.exact_groups} must be from 1 to the KV heads of {name}")
         if options.scorer == "own" and shape_of(name).Dv:
             raise UsageError(f"--shapes {name} has values of another size, which --scorer own does not time: drop it")
     if not torch.cuda.is_available():

@@ -14,6 +14,7 @@ from tercet.inference.arguments import at_least_one
 def attention(
     *,
     scorer: Literal["compressed", "own"] = "compressed",
+    exact_groups: int | None = None,
     shapes: tuple[str, ...] = (),
     inputs: tuple[str, ...] = (),
     dense: tuple[str, ...] = ("cudnn", "flash"),
@@ -26,6 +27,7 @@ def attention(
     Args:
         scorer: compressed: NSA with three branches. own: block-sparse attention, 16 blocks of 64 chosen by the largest
             product of its own queries and keys in 32 channels.
+        exact_groups: With own: how many KV heads choose so; the others choose by means of keys. Default: all.
         shapes: Heads, sequences and tokens: P64k (64 query heads, 4 KV heads of 128), L64k (32, 8, 128), C8x2k (12, 2,
             64), M4x4k (16, 1, 64); or BxTxHxGxD, or BxTxHxGxDxDv for another size of values. Default: P8k P64k C8x2k
             C4x4k C1x16k; for own L16k to L128k.
@@ -40,8 +42,10 @@ def attention(
         raise UsageError(f"--budget {budget:g} is out of range: give a number of seconds above 0")
     from tercet.bench.attention import Options, main
 
+    if exact_groups is not None and scorer != "own":
+        raise UsageError(f"--exact_groups {exact_groups} has no effect with --scorer {scorer}: use --scorer own")
     inputs = inputs or (("random",) if scorer == "own" else ("random", "smooth"))
-    return main(shapes, inputs, Options(scorer, dense, rows, budget, profile))
+    return main(shapes, inputs, Options(scorer, exact_groups, dense, rows, budget, profile))
 
 
 def decode(
