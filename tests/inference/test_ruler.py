@@ -213,7 +213,7 @@ def test_the_command_prints_a_table(run, capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--tasks", "qa_1"], "tasks=qa_1 (flag): entry 1: must be one of niah_single_1"),
+        (["--tasks", "qa_1"], "tasks=qa_1 (flag): entry 1: must be 'niah_single_1'"),
         (["--questions", "0"], "questions=0 must be at least 1"),
         *(
             (["--lengths", "64", "--tasks", task], f"{task} does not fit in 64 tokens")
