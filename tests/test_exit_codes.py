@@ -56,12 +56,12 @@ report empty                                                              empty 
 watch empty --every 0                                                     every=0 must be a positive number
 doctor --distributed                                                      --nproc-per-node=N -m tercet doctor
 generate empty --prompt x                                                 empty has no checkpoint
-data prepare --out full --data.source text --data.path text.txt           out=full contains file, but no shards
+data prepare --out full --data.source text --data.path text.txt           out=full contains file, but no prepare.json
 data train-tokenizer --out t --data.source text --data.path text.txt      vocab_size=8192 is too large
 data inspect --data.source text --data.path text.txt --sequences 0        sequences=0 is below 1
 eval ruler empty                                                          empty has no checkpoint
 export hf empty full                                                      full exists and is not empty
-import hf empty out                                                       empty has no config.json
+import hf empty out                                                       empty/config.json is missing
 sweep --preset tiny                                                       --lrs is empty
 bench train --preset tiny --settings train.cuda_graph=on                  use --cuda-graph
 bench decode --steps 0                                                    steps=0 must be at least 1
