@@ -104,7 +104,7 @@ def test_decoding_token_by_token_equals_the_whole_sequence(options):
 @settings(max_examples=30, phases=QUICK)
 @given(data=st.data())
 def test_rows_of_different_lengths_equal_each_row_alone(data: st.DataObject):
-    """Chunks are padded on the right with garbage; every row has its own length in every chunk."""
+    """Chunks are padded on the right with garbage; every row has its own length in every chunk, and may pause."""
     torch.manual_seed(data.draw(st.integers(0, 999)))
     layer = make(**data.draw(st.sampled_from(FORMS)))
     rows = data.draw(st.integers(1, 3))
@@ -113,7 +113,7 @@ def test_rows_of_different_lengths_equal_each_row_alone(data: st.DataObject):
     got: list[list[torch.Tensor]] = [[] for _ in range(rows)]
     for _ in range(data.draw(st.integers(1, 4))):
         width = data.draw(st.integers(1, 20))
-        lengths = data.draw(st.lists(st.integers(1, width), min_size=rows, max_size=rows))
+        lengths = data.draw(st.lists(st.integers(0, width), min_size=rows, max_size=rows).filter(any))
         x = torch.full((rows, width, 12), 1e3, dtype=torch.float64)
         for r, n in enumerate(lengths):
             x[r, :n] = torch.randn(n, 12, dtype=torch.float64)
@@ -123,8 +123,8 @@ def test_rows_of_different_lengths_equal_each_row_alone(data: st.DataObject):
         for r, n in enumerate(lengths):
             got[r].append(y[r, :n])
     for r in range(rows):
-        whole = torch.cat(fed[r])[None]
-        torch.testing.assert_close(torch.cat(got[r])[None], layer(whole), **CLOSE)
+        if (whole := torch.cat(fed[r])[None]).shape[1]:
+            torch.testing.assert_close(torch.cat(got[r])[None], layer(whole), **CLOSE)
     assert cache.lengths.tolist() == [sum(map(len, parts)) for parts in fed]
 
 
@@ -143,18 +143,6 @@ def test_nan_padding_does_not_spread(options):
     torch.testing.assert_close(y[1:, :7], alone[:, :7], **CLOSE)
     torch.testing.assert_close(after[1:, :1], alone[:, 7:], **CLOSE)
     assert torch.isfinite(after[:, 0]).all()
-
-
-def test_a_row_may_pause_while_others_continue():
-    layer = make()
-    x = torch.randn(2, 24, 12, dtype=torch.float64)
-    cache = layer.make_cache(2)
-    with torch.no_grad():
-        layer(x[:, :10], cache=cache)
-        layer(x[:, 10:20], cache=cache, lengths=torch.tensor([10, 0]))
-        last = layer(torch.stack([x[0, 20:], x[1, 10:14]]), cache=cache)
-    torch.testing.assert_close(last[:1], layer(x[:1])[:, 20:], **CLOSE)
-    torch.testing.assert_close(last[1:], layer(x[1:])[:, 10:14], **CLOSE)
 
 
 @pytest.mark.parametrize("max_len", [None, 60], ids=["growing", "preallocated"])

@@ -242,7 +242,7 @@ def _layer_at(batch: int, context: int, budget: float) -> dict[str, Any]:
         f"{name}_ms": milliseconds(graphed(_layer_step(layer, cache, q, kv)), budget)
         for name, layer, cache in zip(("sparse", "ours"), (sparse, dense), caches, strict=True)
     }
-    k, v = (store[:, :context].transpose(1, 2) for store in caches[1].selected())
+    k, v = (store[:, :context].transpose(1, 2) for store in caches[1].stores()["selected"])
     rows = q.view(batch, GROUPS, HEADS // GROUPS, SIZE)  # the heads of a group as queries: nothing to mask
     for name, backend in _BACKENDS.items():
         with suppress(RuntimeError), sdpa_kernel(backend):  # not every version runs every shape

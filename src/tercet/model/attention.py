@@ -5,7 +5,6 @@ A form is an AttentionSpec. NativeSparseAttention and its siblings (layers.py) o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -162,13 +161,9 @@ class Attention(nn.Module):
         return slow_channels(self.head_dim, self.q_proj.weight.device)
 
     @property
-    def branch_names(self) -> tuple[str, ...]:
-        """Keys of `routes`: the branches, or dense if no query had to choose blocks."""
-        return self._ran
-
-    @property
     def routes(self) -> dict[str, Route]:
-        """The backend that each branch of the last call ran on, and why no faster one ran."""
+        """The backend that each branch of the last call ran on, and why no faster one ran; dense if no query had to
+        choose blocks."""
         # Set as a plain tuple while torch.compile traces the layer, which cannot trace a Route.
         return self._route if isinstance(self._route, dict) else dict.fromkeys(self._ran, Route(*self._route))
 
@@ -419,7 +414,7 @@ class Attention(nn.Module):
             name = "window" if "window" in self.spec.branches else "selected"
             k = rotate(key_sets[0], cos_sin, self.backend)
             return rotate(q, cos_sin, self.backend), None, {name: k}, {name: value_sets[0]}
-        keys, values = self._by_branch(key_sets), self._by_branch(value_sets)
+        keys, values = (dict(zip(BRANCHES, self.per_branch(sets), strict=True)) for sets in (key_sets, value_sets))
         rotated = {"selected": rotate(keys["selected"], cos_sin, self.backend)}
         rotated["window"] = (
             rotated["selected"] if self.spec.shared_kv else rotate(keys["window"], cos_sin, self.backend)
@@ -473,11 +468,7 @@ class Attention(nn.Module):
         first_key = len(self.kv_rows) % 2  # without keys of the compressed branch, its values come first
         return parts[first_key::2], parts[1 - first_key :: 2]
 
-    def _by_branch(self, sets: Iterable[Tensor]) -> dict[str, Tensor]:
-        """The set of keys, or of values, that each branch reads."""
-        return dict(zip(BRANCHES, self.per_branch(tuple(sets)), strict=True))
-
-    def per_branch(self, sets: tuple[Any, ...]) -> tuple[Any, ...]:
+    def per_branch(self, sets: list[Any]) -> list[Any]:
         """One entry per branch from one per key or value set: shared sets, or the selected keys, are repeated."""
         return sets[:1] * (len(BRANCHES) - len(sets)) + sets
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tercet.attention.config import MOST_DECODED_BLOCKS, check_sizes
+from tercet.attention.config import BRANCHES, MOST_DECODED_BLOCKS, check_sizes
 from tercet.attention.selector import slow_channels
 from tercet.attention.spec import AttentionSpec
 from tercet.model.rope import Rotary
@@ -495,19 +495,14 @@ class Cache:
         """Keys and values of all tokens that any of the new ones can see."""
         return self._stores["k_selected"][:, : new.longest], self._stores["v_selected"][:, : new.longest]
 
-    def selected(self) -> tuple[Tensor, Tensor]:
-        return self._stores["k_selected"], self._stores["v_selected"]
-
     def stores(self) -> dict[str, Any]:
         """For the decode kernels: (keys, values) of every kind, and keys that score blocks; None if not kept."""
-        names = {"selected": "selected", "window": "window", "compressed": "compressed", "raw": "tail"}
-        pairs: dict[str, Any] = {kind: self._pair(name) for kind, name in names.items()}
-        return {**pairs, "selector": self._stores.get("selector")}
-
-    def _pair(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of a store; None if it is not kept. Of means of keys no values are read."""
-        k = self._stores.get(f"k_{name}")
-        return None if k is None else (k, self._stores.get(f"v_{name}", k))
+        held: dict[str, Any] = {"selector": self._stores.get("selector")}
+        for kind in (*BRANCHES, "raw"):
+            name = "tail" if kind == "raw" else kind
+            k = self._stores.get(f"k_{name}")
+            held[kind] = None if k is None else (k, self._stores.get(f"v_{name}", k))  # of means, no values are read
+        return held
 
     def _num_compressed(self, length: Tensor) -> Tensor:
         """config.num_compressed of each row's length."""

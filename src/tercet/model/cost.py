@@ -123,18 +123,14 @@ def attention_pairs(model: ModelConfig, kind: str, length: int) -> Pairs:
     min(w, t + 1). Queries below dense_below, and those of a dense layer, read everything."""
     spec, nsa = model.spec(kind), model.nsa
     if spec.dense:
-        return Pairs(dense=_all_pairs(length))
+        return Pairs(dense=window_pairs(length, length))
     early = min(spec.dense_below, length)
     counts = {
         "compressed": compressed_pairs(nsa, length),
         "selected": _selected_pairs(nsa, length) - _selected_pairs(nsa, early),
         "window": window_pairs(nsa.window, length),
     }
-    return Pairs(**{branch: counts[branch] for branch in spec.branches}, dense=_all_pairs(early))
-
-
-def _all_pairs(length: int) -> int:
-    return length * (length + 1) // 2
+    return Pairs(**{branch: counts[branch] for branch in spec.branches}, dense=window_pairs(early, early))
 
 
 def scoring_flops(model: ModelConfig, length: int) -> float:

@@ -308,7 +308,7 @@ def kernel_norms(layer: Any, dtype: torch.dtype) -> Norms | None:
         return None
     from tercet.attention.kernels.decode import Norms
 
-    norms = layer.key_norms if layer.gate is None else layer.per_branch(tuple(layer.key_norms))
+    norms = layer.key_norms if layer.gate is None else layer.per_branch(layer.key_norms)
     # without an eps, nn.RMSNorm uses that of the dtype it computes in: float32 for half precision
     eps = layer.q_norm.eps
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps if eps is None else eps

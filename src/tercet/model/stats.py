@@ -24,7 +24,8 @@ _GATES = (*(f"gate_share_{b}" for b in BRANCHES), "gate_entropy", "gate_max_shar
 _SELECTION = ("selected_blocks", "selected_distance", "selected_forced", "selected_overlap")
 _SELECTOR = ("selector_kl", "selector_mass", "selector_best", "selector_random")
 # The vector of sums: [(token, head) pairs, _GATES], [sum, count] of each of _SELECTION, [_SELECTOR, sampled queries]
-_SUMS = 1 + len(_GATES) + 2 * len(_SELECTION) + len(_SELECTOR) + 1
+_PARTS = (1 + len(_GATES), 2 * len(_SELECTION), len(_SELECTOR) + 1)
+_SUMS = sum(_PARTS)
 
 
 class AttentionStats:
@@ -74,7 +75,12 @@ class AttentionStats:
         if not self._counts or (gates is None and block_indices is None):
             return
         with _hidden_from_checkpointing():
-            self._update(gates, block_indices, positions if packing is None else packing.position, before)
+            gate_sums = None if gates is None else _gate_sums(gates, self.branches)
+            selection = histogram = None
+            if block_indices is not None:
+                positions = positions if packing is None else packing.position
+                selection, histogram = self._selection_sums(block_indices, positions, before)
+            self._add(gate_sums, selection, None, histogram=histogram)
 
     @torch.no_grad()
     def update_selector(self, quality: ChoiceQuality | None) -> None:
@@ -99,29 +105,15 @@ class AttentionStats:
     def _add_quality(self, quality: ChoiceQuality) -> None:
         *means, queries = quality
         count = queries.double()
-        before = torch.zeros(_SUMS - len(_SELECTOR) - 1, dtype=torch.float64, device=count.device)
-        self._add(torch.cat((before, torch.stack([mean.double() for mean in means]) * count, count[None])))
+        self._add(None, None, torch.cat((torch.stack([mean.double() for mean in means]) * count, count[None])))
 
-    def _add(self, sums: Tensor) -> None:
+    def _add(self, *parts: Tensor | None, histogram: Tensor | None = None) -> None:
+        """Add parts of the vector of sums, None for zeros."""
+        given = next(part for part in parts if part is not None)
+        sums = torch.cat([given.new_zeros(n) if part is None else part for n, part in zip(_PARTS, parts, strict=True)])
         self._sums = sums if self._sums is None else self._sums + sums
-
-    def _update(
-        self, gates: Tensor | None, block_indices: Tensor | None, positions: Tensor | None, before: Tensor | None
-    ) -> None:
-        device = (block_indices if gates is None else gates).device  # type: ignore[union-attr]
-
-        def zeros(count: int) -> Tensor:
-            return torch.zeros(count, dtype=torch.float64, device=device)
-
-        sums = [zeros(1 + len(_GATES)) if gates is None else _gate_sums(gates, self.branches)]
-        if block_indices is not None:
-            selection, histogram = self._selection_sums(block_indices, positions, before)
-            sums.append(selection)
+        if histogram is not None:
             self._histogram = histogram if self._histogram is None else self._histogram + histogram
-        else:
-            sums.append(zeros(2 * len(_SELECTION)))
-        sums.append(zeros(len(_SELECTOR) + 1))
-        self._add(torch.cat(sums))
 
     def read(self) -> dict[str, float]:
         """Means so far; empty before the first update. Synchronises."""
@@ -137,9 +129,7 @@ class AttentionStats:
 
     def add(self, sums: Tensor) -> None:
         """Add a vector of `sums`, e.g. from a replayed CUDA graph."""
-        numbers, histogram = sums[:_SUMS].clone(), sums[_SUMS:].to(torch.int64)
-        self._add(numbers)
-        self._histogram = histogram if self._histogram is None else self._histogram + histogram
+        self._add(*sums[:_SUMS].split(_PARTS), histogram=sums[_SUMS:].to(torch.int64))
 
     @staticmethod
     def distances(sums: list[float]) -> list[int]:
