@@ -164,17 +164,20 @@ def check_cu_seqlens(
 
 
 def make_packing(
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | None,
     x: Tensor,
     config: NSAConfig,
     max_seqlen: int | None = None,
     *,
     compressed: Tensor | int | None = None,
     validate: bool = False,
-) -> Packing:
-    """The Packing of x [B, T, ...] after checking cu_seqlens. Values are checked where reading them costs nothing, on
-    the CPU, and with `validate`. compressed: the compressed tokens of the call, or how many there are; T // d by
-    default, enough for any documents."""
+) -> Packing | None:
+    """The Packing of x [B, T, ...] after checking cu_seqlens; None without them. Values are checked where reading them
+    costs nothing, on the CPU, and with `validate`. compressed: the compressed tokens of the call, or how many there
+    are; T // d by default, enough for any documents."""
+    check_max_seqlen(max_seqlen, cu_seqlens)
+    if cu_seqlens is None:
+        return None
     if not isinstance(x, Tensor) or x.dim() < 2:
         check_tensors({"q": x})
     length = x.shape[1]

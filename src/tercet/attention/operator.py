@@ -137,10 +137,7 @@ def nsa_attention(
     """
     checks.check_config(config)
     spec = AttentionSpec(config, branches, scorer="compressed" if selector is None else "learned")
-    checks.check_max_seqlen(max_seqlen, cu_seqlens)
-    packing = None
-    if cu_seqlens is not None:
-        packing = checks.make_packing(cu_seqlens, q, config, max_seqlen, compressed=k_compressed, validate=validate)
+    packing = checks.make_packing(cu_seqlens, q, config, max_seqlen, compressed=k_compressed, validate=validate)
     if validate and block_indices is not None:
         checks.check_block_order(block_indices)
     inputs = AttentionInputs(q, k_compressed, v_compressed, k_selected, v_selected, k_window, v_window, gates)
@@ -193,10 +190,7 @@ def block_sparse_attention(
             check_channels(score_channels, k.shape[2], k.shape[3])
         check_exact_groups(exact_groups, kind, k.shape[2])
     checks.check_keys(q, k, v, "", q.shape[1])
-    checks.check_max_seqlen(max_seqlen, cu_seqlens)
-    packing = None
-    if cu_seqlens is not None:
-        packing = checks.make_packing(cu_seqlens, q, config, max_seqlen, validate=validate)
+    packing = checks.make_packing(cu_seqlens, q, config, max_seqlen, validate=validate)
     if validate and block_indices is not None:
         checks.check_block_order(block_indices)
     chooser = own_scorer(q, k, score_channels, spec) if spec.by_branch else None

@@ -18,8 +18,7 @@ def compress_mean(x: Tensor, *, config: NSAConfig, cu_seqlens: Tensor | None = N
     """
     checks.check_config(config)
     checks.check_tensors({"x": x})
-    packing = None if cu_seqlens is None else checks.make_packing(cu_seqlens, x, config)
-    return compression_blocks(x, config, packing).mean(2)
+    return compression_blocks(x, config, checks.make_packing(cu_seqlens, x, config)).mean(2)
 
 
 def compression_blocks(x: Tensor, config: NSAConfig, packing: Packing | None = None) -> Tensor:
@@ -70,10 +69,8 @@ def select_blocks(scores: Tensor, *, config: NSAConfig, cu_seqlens: Tensor | Non
         raise ValueError(
             f"scores has {scores.shape[-1]} blocks: {length} tokens need {config.num_blocks(length)} selection blocks"
         )
-    if cu_seqlens is None:
-        t = torch.arange(length, device=scores.device)
-    else:
-        t = checks.make_packing(cu_seqlens, scores, config).position
+    packing = checks.make_packing(cu_seqlens, scores, config)
+    t = torch.arange(length, device=scores.device) if packing is None else packing.position
     return reference.select(scores.transpose(1, 2), t, config).transpose(1, 2)
 
 
@@ -124,6 +121,4 @@ def _check(
     if branch == "compressed":
         tokens = None if cu_seqlens is not None else config.num_compressed(q.shape[1])
     checks.check_keys(q, k, v, branch, tokens)
-    if cu_seqlens is None:
-        return None
     return checks.make_packing(cu_seqlens, q, config, compressed=k if branch == "compressed" else None)

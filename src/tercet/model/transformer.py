@@ -141,7 +141,7 @@ class Transformer(nn.Module):
         if cache is None:
             check_lengths_have_cache(lengths)
         check_max_seqlen(max_seqlen, cu_seqlens)
-        packing = None if cu_seqlens is None else self._packing(tokens, cu_seqlens, max_seqlen)
+        packing = self._packing(tokens, cu_seqlens, max_seqlen)
         x = self.embedding(tokens)
         # Positions are those of a whole sequence. A single token is a decode step, whose kernels compute the angles.
         first = cache is None or (tokens.shape[1] > 1 and all(layer.is_empty for layer in cache))
@@ -167,6 +167,7 @@ class Transformer(nn.Module):
             return cu_seqlens
         nsa = self.config.nsa
         packing = make_packing(cu_seqlens, tokens, nsa, max_seqlen=max_seqlen)
+        assert packing is not None
         packings = [packing]
         if self.config.exact_groups:
             packings.append(packing.with_sizes(self.config.spec("nsa").means))
