@@ -19,8 +19,8 @@ MAX_SELECT_COUNT = 256
 """Most blocks per query that the kernels take."""
 MAX_SELECT_BLOCK = 128
 """Most tokens in a selection block that the kernels take."""
-MOST_DECODED_BLOCKS = 1 << 14
 SLOW_PLANES = 16  # of RoPE: two channels of each are scored by the scorer `own`
+MOST_DECODED_BLOCKS = 1 << 14
 """Most selection blocks per row that the decode kernels handle: one program holds all their scores. Longer rows fall
 back to the reference."""
 

@@ -175,14 +175,3 @@ def implied(gate: str | None) -> dict[str, Any]:
     """What a model's setting `gate` leaves no choice for: none is block-sparse attention, one branch and one set of
     keys and values."""
     return {"shared_kv": True, "branches": ("selected",), "compression": "mean"} if gate == "none" else {}
-
-
-def of_settings(kind: str, blocks: NSAConfig, gate: str, *, dense_below: int, **settings: Any) -> AttentionSpec:
-    """The form that a model's settings name, for layers of this kind."""
-    if kind == "dense":
-        return DENSE
-    if kind == "window":
-        return window(blocks)
-    if gate == "none":
-        return block_sparse(blocks, settings["scorer"], dense_below, settings["exact_groups"])
-    return AttentionSpec(blocks, gate=gate, **settings)

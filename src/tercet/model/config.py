@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tercet.attention.config import NSAConfig, check_above_zero, check_branches, check_group_size, check_sizes
-from tercet.attention.spec import SCORERS, AttentionSpec, check_exact_groups, implied, of_settings
+from tercet.attention.spec import DENSE, SCORERS, AttentionSpec, block_sparse, check_exact_groups, implied, window
 
 AttentionKind = Literal["nsa", "dense", "window"]
 Branch = Literal["compressed", "selected", "window"]
@@ -308,11 +308,14 @@ class ModelConfig(BaseModel):
 
     def spec(self, kind: str, layer: int | None = None) -> AttentionSpec:
         """The form of attention of layers of this kind; with `layer`, also what only this one has."""
+        if kind != "nsa":
+            return DENSE if kind == "dense" else window(self.nsa)
         groups = None if layer is None or not self.exact_groups else self.exact_groups[layer]
-        return of_settings(
-            kind, self.nsa, self.gate, branches=self.branches, scorer=self.selector, compression=self.compression,
-            shared_kv=self.shared_kv, compress_selected_keys=self.compress_selected_keys,
-            dense_below=self.dense_below, exact_groups=groups,
+        if implied(self.gate):
+            return block_sparse(self.nsa, self.selector, self.dense_below, groups)
+        return AttentionSpec(
+            self.nsa, self.branches, self.gate, self.selector, self.compression, self.shared_kv,
+            self.compress_selected_keys, exact_groups=groups,
         )  # fmt: skip
 
     @property
