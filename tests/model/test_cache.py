@@ -345,6 +345,14 @@ def test_the_cache_stores_only_what_branches_read():
     assert kept(branches=("selected", "window"), **learned) <= tokens + 16 + selector + spare
 
 
+def test_the_cache_of_a_window_does_not_grow_with_the_sequence():
+    layer = make(kind=WindowAttention)
+    short, long = layer.make_cache(1, 8), layer.make_cache(1, 100_000)
+    assert long.nbytes() == short.nbytes() == 8 * 2 * (CFG.window + 1) * (4 + 3)
+    _, grown = feed(layer, torch.randn(1, 400, 12, dtype=torch.float64), [50] * 8)
+    assert grown.nbytes() == short.nbytes()
+
+
 @pytest.mark.parametrize("kind", [tercet.NativeSparseAttention, tercet.DenseAttention])
 @pytest.mark.parametrize("max_len", [None, 60])
 def test_rows_prefilled_alone_continue_together(kind, max_len):

@@ -29,10 +29,10 @@ CFG = config()
 AS_M7C = {"cfg": config(compress_block=CFG.compress_stride), "compression": "mean", "compress_selected_keys": True}
 
 
-def make(cfg: tercet.NSAConfig = CFG, *, trained: bool = True, dtype: torch.dtype = torch.float64, **options):
+def make(cfg=CFG, *, kind=tercet.NativeSparseAttention, trained: bool = True, dtype=torch.float64, **options):
     """A layer with random weights (`trained`), or freshly initialised."""
     sizes = {"dim": 12, "heads": 4, "kv_heads": 2, "head_dim": 4, **options}
-    layer = tercet.NativeSparseAttention(config=cfg, **sizes).to(dtype)
+    layer = kind(config=cfg, **sizes).to(dtype)
     if trained:
         for p in layer.parameters():
             torch.nn.init.normal_(p, std=0.5)
@@ -79,6 +79,30 @@ def test_the_layer_equals_its_oracle(options):
 def test_the_layer_with_packed_documents_equals_its_oracle(options):
     documents = (1, 13, 3, 0, 12)
     assert_equals_oracle(make(**options), sequence(29), cu(documents))
+
+
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True}, {"heads": 3, "kv_heads": 3}, {"bias": True}], ids=str)
+@pytest.mark.parametrize("documents", [None, (1, 19, 0, 33)], ids=["whole", "packed"])
+def test_a_window_layer_equals_its_oracle(options, documents):
+    layer = make(kind=tercet.WindowAttention, value_dim=3, **options)
+    x = sequence(sum(documents or [3 * CFG.window + 1]), 1 if documents else 2)
+    expected = torch.from_numpy(layer_oracle.one_branch(layer, x, cu(documents)).out)
+    torch.testing.assert_close(layer(x, cu(documents)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_layer_has_the_parameters_of_a_dense_one_and_no_others():
+    window, dense = (make(kind=kind, qk_norm=True) for kind in (tercet.WindowAttention, DenseAttention))
+    assert {n: p.shape for n, p in window.state_dict().items()} == {n: p.shape for n, p in dense.state_dict().items()}
+
+
+def test_the_route_says_why_the_kernels_did_not_run():
+    layer = make(kind=tercet.WindowAttention)
+    layer(sequence(9))
+    assert layer.routes == {"window": "reference"}
+    assert "CUDA" in layer.routes["window"].reason or "Triton" in layer.routes["window"].reason
+    layer.backend = "triton"
+    with pytest.raises(RuntimeError, match='backend="triton" cannot run'):
+        layer(sequence(9))
 
 
 @pytest.mark.parametrize(("theta", "scaling"), [(50.0, 1.0), (500.0, 2.5)])
