@@ -139,7 +139,9 @@ class FailureMonitor:
 
     def _describe_silent(self, rank: int, beat: dict[str, Any] | None) -> str:
         where = f", last seen in step {beat['step']} ({beat['doing']})" if beat else ""
-        return f"{self._describe(rank)} {self._process_state(rank)}{where}"
+        state = self._process_state(rank)
+        network = "" if "SIGSTOP" in state else ", or its network is down"
+        return f"{self._describe(rank)} {state}{where}{network}"
 
     def _process_state(self, rank: int) -> str:
         member = self._world.members[rank]
