@@ -62,7 +62,7 @@ def even_clock() -> Iterator[None]:
     """Steps appear to take 20 ms and never wait for data, whatever else runs on this machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Interval, "seconds_per_step", lambda self: 0.02)
-        patch.setattr(Loader, "wait_seconds", property(lambda self: 0.0))
+        patch.setattr(Loader, "wait_seconds", property(lambda self: 0.0, lambda self, seconds: None), raising=False)
         yield
 
 
