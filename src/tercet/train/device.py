@@ -66,7 +66,7 @@ def peak_memory_gib(device: torch.device, held_bytes: int) -> float:
 def environment(device: torch.device, name: str) -> dict[str, Any]:
     """Machine and versions. No environment variables: they do not affect a run and may hold secrets."""
     versions = {}
-    for package in ("torch", "triton", "numpy", "pydantic", "safetensors", "tokenizers", "datasets"):
+    for package in ("torch", "triton", "numpy", "pydantic", "safetensors", "tokenizers", "huggingface_hub"):
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     env: dict[str, Any] = {
