@@ -24,7 +24,7 @@ from tercet.train import manifest
 from watched import FEW, copy, dense_baseline, each, even_clock, gate, run, verdict, without
 
 PLAIN = {"train__val_tokens": 0, "checkpoint__every": 0}
-PARITY = {"check": "kernel parity", "verdict": "ok", "finding": "bfloat16: forward 2e-3", "mend": ""}
+PARITY = {"check": "kernel parity", "verdict": "ok", "finding": "bfloat16: forward 2e-3", "fix": ""}
 
 
 def assert_no_go(found, name, sentence):

@@ -108,8 +108,8 @@ def _print_findings(config: RunConfig, *, short: bool, as_json: bool) -> int:
         found.append(timed(name, check))
         if not as_json:
             print("\n".join(lines(found[-1], width)), flush=True)
-    if as_json:  # mend: the key of version 0.1
-        print(json.dumps({"exit_code": exit_code(found), "findings": [asdict(f) | {"mend": f.fix} for f in found]}))
+    if as_json:
+        print(json.dumps({"exit_code": exit_code(found), "findings": [asdict(f) for f in found]}))
     else:
         count = {v: sum(f.verdict == v for f in found) for v in (OK, WARNING, FAILED, NOT_TESTED)}
         print(", ".join(f"{n} {v}" for v, n in count.items() if n))
@@ -129,5 +129,5 @@ def examine_before_training(config: RunConfig, folder: Path) -> DoctorReported |
         check=[f.check for f in found],
         verdict=[f.verdict for f in found],
         finding=[f.finding for f in found],
-        mend=[f.fix for f in found],
+        fix=[f.fix for f in found],
     )

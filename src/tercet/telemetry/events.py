@@ -272,7 +272,7 @@ class DoctorReported(Event, kind="doctor", table=True):
     check: list[str]
     verdict: list[str]
     finding: list[str]
-    mend: list[str]  # the fix; the name is part of the file format
+    fix: list[str]
 
 
 def describe(event: Event) -> tuple[str, str] | None:
@@ -334,6 +334,8 @@ def decode(line: str | bytes) -> Event | None:
     kind = record.pop("kind")
     if kind not in KINDS:
         return None
+    if "mend" in record:  # in logs of 0.1 and 0.2
+        record["fix"] = record.pop("mend")
     event = _validator(kind).validate_python(record)
     if event.table and len({len(value) for value in vars(event).values() if type(value) is list}) != 1:
         raise ValueError("the columns of a table have unequal lengths")

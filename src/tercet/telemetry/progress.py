@@ -154,7 +154,7 @@ class Screen:
                 cut = [line[at : at + width] for line in lines for at in range(0, max(1, len(line)), width)]
                 self.say("\n".join([f"sample after step {event.step}:", *("  | " + line for line in cut)]))
             case events.DoctorReported():
-                for check, verdict, *found in zip(event.check, event.verdict, event.finding, event.mend, strict=True):
+                for check, verdict, *found in zip(event.check, event.verdict, event.finding, event.fix, strict=True):
                     if verdict == "warning":
                         self.say(f"warning: doctor: {check}: {': '.join(found)}", "bold yellow")
             case events.RunStarted() | events.RunEnded() | events.Stalled():
