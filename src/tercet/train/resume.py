@@ -33,6 +33,7 @@ from tercet.model.config import ModelConfig
 from tercet.parse import describe, first_problem, parse_toml
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import RunStarted
+from tercet.telemetry.sinks import import_tensorboard, import_wandb
 from tercet.telemetry.units import plural
 from tercet.train import manifest
 from tercet.train.manifest import CheckpointError, WrongCheckpoint
@@ -330,8 +331,12 @@ def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_requirements(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Raise now for what would fail later: a small vocabulary, synthetic documents that do not fit a later stage. The
-    doctor checks the disk and the packages of logs."""
+    """Raise now for what would fail later: a missing package of logs, a small vocabulary, synthetic documents that do
+    not fit a later stage."""
+    if config.log.tensorboard is True:
+        import_tensorboard()
+    if config.log.wandb:
+        import_wandb()
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UsageError(
             f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}: "
