@@ -57,6 +57,8 @@ class Observer:
         self._probe = LayerProbe(model)
         self._profiler = Profiler(folder, rank, config.profile, device)
         self._health = HealthMonitor(config.health.halt, config.train.init_from)
+        self.halting: list[events.HealthFired] = []  # findings that ask the run to stop
+        log.readers.append(self._judge)
         self._seen_first_step = False
         self._steps = 0  # since the last log line
         self._unreported = 0  # steps whose routes are in no event yet
@@ -94,41 +96,32 @@ class Observer:
                 with full_disk_allowed():
                     measure.write_dtypes(self._folder, self._model, self._optimizer, self._compute, self._gradients)
 
-    def after_log(self, logged: events.StepLogged, totals: Any = None) -> list[events.HealthFired]:
-        """Emit the interval's measurements and health findings; returns the findings that ask to halt.
-
-        totals: the loader's, since the start of the run and over all ranks; None without one.
-        """
-        findings = self._health.observe(logged)
+    def after_log(self, logged: events.StepLogged, totals: Any = None) -> None:
+        """Emit the interval's measurements. totals: the loader's, since the start of the run and over all ranks; None
+        without one."""
         self._log.emit(self._resources(logged, totals))
         layers, selectors = self._probe.read(logged.step, self._all_sum)
         if layers is not None:
             self._log.emit(layers)
-            findings += self._health.observe(layers)
         if selectors is not None:
             self._log.emit(selectors)
-        routes = self._probe.routes(logged.step)
-        self._log.emit(routes)
-        findings += self._health.observe(routes)
+        self._log.emit(self._probe.routes(logged.step))
         self._probe.set_sampling(False)  # a validation may follow
         self._steps = self._unreported = 0
-        return self._emit_findings(findings)
 
     def flush_routes(self, step: int) -> None:
         """Emit the route counts since the last log line: at a save, from which another process may resume, and at the
-        end. Health rules see them at the next log line."""
+        end."""
         if self._unreported:
             self._unreported = 0
             self._log.emit(self._probe.routes(step))
 
-    def observe(self, event: Any) -> list[events.HealthFired]:
-        """Apply the health rules to another event; emits the findings and returns those that ask to halt."""
-        return self._emit_findings(self._health.observe(event))
-
-    def _emit_findings(self, findings: list[events.HealthFired]) -> list[events.HealthFired]:
-        for finding in findings:
+    def _judge(self, event: events.Event) -> None:
+        """Apply the health rules to an event of the log, and log what they find."""
+        for finding in self._health.observe(event):
             self._log.emit(finding)
-        return [f for f in findings if f.action == "halt"]
+            if finding.action == "halt":
+                self.halting.append(finding)
 
     def close(self) -> None:
         """Write a profile that the end of the run cut short."""

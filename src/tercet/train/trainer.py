@@ -271,7 +271,6 @@ class Trainer:
     def _announce_stage(self) -> None:
         if (event := self.stages.event()) is not None:
             self.log.emit(event)
-            self.observer.observe(event)
 
     def _log_io_retries(self) -> None:
         messages = self.loader.stream.notes.io_retries[self._io_retries :]
@@ -313,8 +312,8 @@ class Trainer:
         """Log what was captured in this step, what train.cuda_graph=auto chose, and why it runs eagerly from now on."""
         for event in graph.take_events(self.state.step):
             self.log.emit(event)
-            if isinstance(event, events.GraphCaptureFailed) and (halting := self.observer.observe(event)):
-                raise Halted(f"stopped by health.halt=fallback after step {event.step}: {halting[0].sentence}")
+            if isinstance(event, events.GraphCaptureFailed) and (halting := self.observer.halting):
+                raise Halted(f"stopped by health.halt=fallback after step {event.step}: {halting[-1].sentence}")
 
     def _after_step(self) -> None:
         """Log, validate, sample and save if due. The save comes last, so that the log has everything it contains."""
@@ -361,11 +360,8 @@ class Trainer:
         mfu = step_flops(self.stage) / seconds / (self._peak * self.strategy.world_size) if self._peak else None
         state.interval.clear()  # the time that logging takes belongs to the next interval
         skipped = [m.step for m in measured if m.nonfinite]
-        halting = []
         if skipped:
-            event = events.StepsSkipped(step=state.step, steps=skipped, total=state.guard.total())
-            self.log.emit(event)
-            halting += self.observer.observe(event)
+            self.log.emit(events.StepsSkipped(step=state.step, steps=skipped, total=state.guard.total()))
             if halted := state.guard.halted_at():
                 self._halt(halted)
         lr = learning_rate(config.train, state.step)
@@ -380,8 +376,9 @@ class Trainer:
         )  # fmt: skip
         self.log.emit(logged)
         self.screen.warming_up = False
-        halting += self.observer.after_log(logged, self.batches.stats)
+        self.observer.after_log(logged, self.batches.stats)
         self._data_seconds = data_seconds
+        halting = self.observer.halting
         if self.strategy.any_rank(bool(halting)):
             finding = halting[0].sentence if halting else "see the other ranks' events"
             rule = f"health.halt={halting[0].rule}" if halting else "a health rule on another rank"
