@@ -20,7 +20,7 @@ from tercet.telemetry.hardware import (
     GPU_UTILISATION,
     GPUS,
     find_gpu,
-    host_total_gib,
+    host_memory,
     measured_cpu_flops,
     peak_flops,
 )
@@ -94,8 +94,7 @@ def find_device(wanted: str, gpu: str | None = None) -> Device:
         raise TercetError("run.device=cuda, but this machine has no GPU: name one with --gpu, e.g. --gpu H200")
     if found is not None:
         return found
-    total = host_total_gib()
-    return Device("CPU", measured_cpu_flops(), None if total is None else round(total * GIB), CPU_UTILISATION)
+    return Device("CPU", measured_cpu_flops(), host_memory(), CPU_UTILISATION)
 
 
 def make_plan(config: RunConfig, device: Device) -> CostPlan:

@@ -65,7 +65,7 @@ def test_a_plan_warns_of_a_large_shuffle_block():
 @pytest.mark.parametrize(("gib", "warned"), [(8.0, True), (2048.0, False), (None, False)])
 def test_a_plan_for_this_cpu_warns_of_too_little_memory_and_suggests_a_gpu(monkeypatch, gib, warned):
     monkeypatch.setattr(plan, "_nvidia_smi", lambda: None)
-    monkeypatch.setattr(plan, "host_total_gib", lambda: gib)
+    monkeypatch.setattr(plan, "host_memory", lambda: None if gib is None else round(gib * 2**30))
 
     def plan_lines(device, gpu=None):
         config = load("m7c", flags={"run.device": device}).config

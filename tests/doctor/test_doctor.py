@@ -16,6 +16,7 @@ from tercet.doctor import kernels, machine, memory
 from tercet.doctor.examine import checks, doctor, examine_before_training, exit_code, lines
 from tercet.doctor.machine import FAILED, NOT_TESTED, OK, WARNING, Finding, timed
 from tercet.errors import TercetError
+from tercet.telemetry.hardware import GIB
 
 
 def test_versions_that_are_too_old_or_missing_are_failures(monkeypatch):
@@ -37,8 +38,8 @@ def test_a_gpu_without_triton_is_a_warning(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_step_that_does_not_fit_in_memory_is_a_warning(monkeypatch):
     check = dict(checks(small(train__micro_batch=2**12, train__tokens_per_step=2**18), short=False))["memory"]
-    for gib, verdict in ((64, OK), (2, WARNING), (None, NOT_TESTED)):
-        monkeypatch.setattr(memory, "host_total_gib", lambda gib=gib: gib)
+    for held, verdict in ((64 * GIB, OK), (2 * GIB, WARNING), (None, NOT_TESTED)):
+        monkeypatch.setattr(memory, "host_memory", lambda held=held: held)
         found = check()
         assert found.verdict == verdict
         assert ("--train.micro_batch" in found.fix) == (verdict == WARNING)

@@ -12,8 +12,10 @@ import torch
 
 from runs import small
 from tercet.config.load import load
+from tercet.doctor import memory
 from tercet.errors import TercetError, UsageError
 from tercet.parallel.strategy import Single
+from tercet.telemetry.hardware import GIB
 from tercet.train import console, trainer
 
 CPU = torch.device("cpu")
@@ -80,7 +82,7 @@ def test_settings_that_are_probably_not_meant_so_are_noted(changes, note):
 
 def test_a_step_that_does_not_fit_in_memory_is_warned_about(monkeypatch):
     assert "warning" not in lines()
-    monkeypatch.setattr(console, "host_total_gib", lambda: 2)
+    monkeypatch.setattr(memory, "host_memory", lambda: 2 * GIB)
     large = {"train__micro_batch": 2**12, "train__tokens_per_step": 2**18}
     told = lines(**large)["warning"]
     assert "GiB of 2.0 GiB are usable" in told
@@ -92,7 +94,7 @@ def test_a_step_that_does_not_fit_in_memory_is_warned_about(monkeypatch):
 
 
 def test_a_large_shuffle_buffer_is_warned_about(monkeypatch):
-    monkeypatch.setattr(console, "host_total_gib", lambda: 64)
+    monkeypatch.setattr(console, "host_memory", lambda: 64 * GIB)
     assert "warning" not in lines(data__shuffle_sequences=2**24)  # 64 tokens of 4 bytes each: 4 GiB
     told = lines(data__shuffle_sequences=2**25)["warning"]
     assert "data.shuffle_sequences=33554432 at data.seq_len=64 holds 8.0 GiB" in told
@@ -141,7 +143,7 @@ LONG = {"data__seq_len": 65536, "train__micro_batch": 16, "train__tokens_per_ste
     ],
 )
 def test_what_cannot_fit_in_memory_is_refused_before_it_is_built(monkeypatch, gib, changes, refusal):
-    monkeypatch.setattr(console, "host_total_gib", lambda: gib)
+    monkeypatch.setattr(memory, "host_memory", lambda: round(gib * GIB))
     with pytest.raises(UsageError, match=refusal) if refusal else nullcontext():
         console.check_memory(small(**changes), CPU)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tercet.config.schema import RunConfig
 from tercet.model.cost import parameters
-from tercet.telemetry.hardware import host_total_gib, peak_flops
+from tercet.telemetry.hardware import GIB, host_memory, peak_flops
 from tercet.telemetry.units import plural, size
 
 OK, WARNING, FAILED, NOT_TESTED = "ok", "warning", "failed", "not tested"
@@ -86,9 +86,9 @@ def device(wanted: str = "auto") -> Finding:
     import torch
 
     if not torch.cuda.is_available():
-        threads, memory = torch.get_num_threads(), host_total_gib()
+        threads, memory = torch.get_num_threads(), host_memory()
         cores = plural(os.cpu_count() or 1, "core")
-        seen = f"CPU, {cores}, {plural(threads, 'thread')}, {memory or 0:.1f} GiB of memory"
+        seen = f"CPU, {cores}, {plural(threads, 'thread')}, {(memory or 0) / GIB:.1f} GiB of memory"
         if wanted == "cuda":
             return Finding("device", FAILED, f"{seen}; torch sees no CUDA device", _no_cuda_fix(torch.version.cuda))
         if shutil.which("nvidia-smi"):

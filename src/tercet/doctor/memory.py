@@ -14,7 +14,7 @@ from tercet.config.schema import RunConfig
 from tercet.config.sections import ParallelConfig, resolved_precision
 from tercet.doctor.machine import NOT_TESTED, OK, WARNING, Finding
 from tercet.model import cost
-from tercet.telemetry.hardware import GIB, host_total_gib
+from tercet.telemetry.hardware import GIB, host_memory
 from tercet.telemetry.units import size
 
 _MODES = ("none", "selective", "full")
@@ -68,6 +68,14 @@ def largest_stage(run: RunConfig, precision: str) -> tuple[int, RunConfig]:
 def usable(available: int) -> int:
     """What a step may take of a device's memory: the rest is for the CUDA context, workspaces and fragmentation."""
     return max(0, round(0.95 * available - 0.75 * GIB))
+
+
+def device_memory(device: Any) -> int | None:
+    """Bytes of memory on a GPU, or of the machine for a run on its CPU; None if unknown."""
+    import torch
+
+    device = torch.device(device)
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory()
 
 
 def fits(needed: int, available: int) -> bool:
@@ -130,8 +138,8 @@ def memory(config: RunConfig) -> Finding:
     import torch
 
     cuda = torch.cuda.is_available() and config.run.device != "cpu"
-    total = torch.cuda.get_device_properties(0).total_memory if cuda else round((host_total_gib() or 0) * GIB)
-    if not total:
+    total = device_memory("cuda:0" if cuda else "cpu")
+    if total is None:
         return Finding("memory", NOT_TESTED, "the memory of this machine is unknown")
     precision = resolved_precision(config.train.precision, "cuda" if cuda else "cpu")
     if (problem := shortage(config, precision, total, on_gpu=cuda)) is not None:

@@ -109,13 +109,13 @@ def _core_flops() -> float:
     return 2.0 * side**3 / min(seconds)
 
 
-def host_total_gib() -> float | None:
-    """RAM of this machine, or the container's limit if lower; None if unknown."""
+def host_memory() -> int | None:
+    """Bytes of RAM of this machine, or the container's limit if lower; None if unknown."""
     limits = []
     try:
-        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB)
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        limits += [int(limit) / GIB] if limit.isdigit() else []
+        limits += [int(limit)] if limit.isdigit() else []
     except (OSError, ValueError):
         pass
     return min(limits, default=None)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tercet.config.sections import ProfileConfig
-from tercet.telemetry.hardware import GIB, host_total_gib
+from tercet.telemetry.hardware import GIB, host_memory
 
 
 class Profiler:
@@ -206,7 +206,7 @@ def snapshot(
         "step": step,
         **device_memory(device, held_bytes),
         "host_gib": resident_gib(),
-        "host_total_gib": host_total_gib(),
+        "host_total_gib": None if (total := host_memory()) is None else total / GIB,
         "parameters_mib": bytes_of(model.parameters()) / 2**20,
         "gradients_mib": grads.get("mib", 0.0),
         "optimizer_mib": bytes_of(optimizer_tensors(optimizer)) / 2**20,

@@ -20,11 +20,11 @@ from tercet.config.keys import flatten
 from tercet.config.load import describe
 from tercet.config.schema import RunConfig, uses_cuda_graph
 from tercet.config.sections import resolved_precision
-from tercet.doctor.memory import largest_stage, savings, shortage, step_memory
+from tercet.doctor.memory import device_memory, largest_stage, savings, shortage, step_memory
 from tercet.errors import TercetError, UsageError, is_out_of_memory
 from tercet.model.cost import parameters, selector_parameters
 from tercet.parallel.strategy import Strategy
-from tercet.telemetry.hardware import GIB, host_total_gib
+from tercet.telemetry.hardware import host_memory
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.units import duration, passes_of, plural, quantity, size
 from tercet.train import manifest
@@ -60,11 +60,11 @@ def header_lines(
         lines.append(("resumed", f"after step {state.step}, {quantity(state.tokens)} tokens"))
     if state.parent:
         lines.append(("started from", f"{train.init_state} of {state.parent['path']}"))
-    if strategy.world_size == 1 and (available := _device_memory(device)) is not None:
+    if strategy.world_size == 1 and (available := device_memory(device)) is not None:
         warning = shortage(config, precision_of(config, device), available, on_gpu=device.type == "cuda")
         if warning is not None:
             lines.append(("warning", warning))
-    if (warning := config.largest_shuffle.shuffle_warning(vocab_size, _host_memory())) is not None:
+    if (warning := config.largest_shuffle.shuffle_warning(vocab_size, host_memory())) is not None:
         lines.append(("warning", warning))
     return [*lines, *(("note", note) for note in _notes(config))]
 
@@ -140,18 +140,6 @@ def no_effect_lines(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def _device_memory(device: torch.device) -> int | None:
-    """Bytes of memory on the GPU, or of the machine for a run on its CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return _host_memory()
-
-
-def _host_memory() -> int | None:
-    total = host_total_gib()
-    return None if total is None else round(total * GIB)
-
-
 def precision_of(config: RunConfig, device: torch.device) -> str:
     """bf16 or fp32, with `auto` resolved."""
     return resolved_precision(config.train.precision, device.type)
@@ -215,7 +203,7 @@ def _train_longer(config: RunConfig, folder: RunFolder, done: int) -> str:
 def check_memory(config: RunConfig, device: torch.device) -> None:
     """Refuse a model whose training state alone exceeds the device, before any of it is allocated; on a CPU, also one
     whose steps take far more than its memory."""
-    precision, available = precision_of(config, device), _device_memory(device)
+    precision, available = precision_of(config, device), device_memory(device)
     if available is None:
         return
     needed = step_memory(config, precision)
@@ -246,7 +234,7 @@ def memory_errors(config: RunConfig, device: torch.device, step: Callable[[], in
             raise
         index = config.stage_index(step() + 1)
         needed = step_memory(config.stages[index], precision_of(config, device)).total
-        available = _device_memory(device)
+        available = device_memory(device)
         tried = re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", str(error))
         amount = "" if tried is None else size(float(tried[1])) if tried[2] == "bytes" else f"{tried[1]} {tried[2]}"
         parts = [
