@@ -76,11 +76,6 @@ def peak_flops(device_name: str) -> float | None:
     return None if gpu is None else gpu.tflops * 1e12
 
 
-def measured_cpu_flops(threads: int | None = None) -> float:
-    """Measured fp32 FLOP/s of this many cores, by default of all that this process may use."""
-    return _core_flops() * (threads or usable_cores())
-
-
 def usable_cores() -> int:
     """Cores that this process may use, or the container's limit if lower."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -92,8 +87,9 @@ def usable_cores() -> int:
 
 
 @cache
-def _core_flops() -> float:
-    """FLOP/s of one core in the fastest of many short matrix products: other programs interrupt some of them, not all.
+def measured_cpu_flops() -> float:
+    """fp32 FLOP/s of all cores that this process may use, from the fastest of many short matrix products: other
+    programs interrupt some of them, not all.
 
     Products of this size run on one thread. Larger ones wait for the slowest of their threads.
     """
@@ -106,7 +102,7 @@ def _core_flops() -> float:
         started = time.perf_counter()
         a @ a
         seconds.append(time.perf_counter() - started)
-    return 2.0 * side**3 / min(seconds)
+    return usable_cores() * 2.0 * side**3 / min(seconds)
 
 
 def host_memory() -> int | None:
