@@ -42,12 +42,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_writes_the_documented_files(done: Path) -> None:
-    names = {p.name for p in done.iterdir()}
-    assert names >= {
-        "events_rank0.jsonl", "training.csv", "val.csv", "config.toml", "origins.json", "env.json", "metrics.json",
-        "heartbeat_rank0.jsonl", "tb", "checkpoints",
-    }  # fmt: skip
+def test_files_of_a_run_hold_what_is_documented(done: Path) -> None:
     assert list((done / "tb").iterdir())
     assert {"step", "loss", "lr", "tokens_per_s", "grad_norm"} <= rows(done / "training.csv")[0].keys()
     assert json.loads((done / "env.json").read_text())["packages"]["torch"]
