@@ -36,6 +36,11 @@ def test_events_round_trip_exactly() -> None:
     assert math.isnan(back.losses[0])
 
 
+def test_a_doctors_fix_is_read_under_its_name_in_earlier_versions() -> None:
+    event = events.DoctorReported(step=0, check=["disk"], verdict=["warning"], finding=["full"], fix=["free some"])
+    assert decode(encode(event).replace('"fix"', '"mend"')) == event
+
+
 def test_every_line_is_standard_json() -> None:
     assert "NaN" not in encode(logged(1, float("nan")))
     assert encode(Noted(step=1, text="two\nlines\u2028")).count("\n") == 1
