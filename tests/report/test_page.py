@@ -69,7 +69,7 @@ def test_plots_take_their_colours_from_the_page_and_are_readable_on_a_phone(page
     assert not [c for c in VARIABLES if c in page]
     assert "prefers-color-scheme: dark" in page
     drawings = re.findall(r'<svg[^>]*viewBox="0 0 ([\d.]+) [^>]*>(.*?)</svg>', page, re.S)
-    assert len(drawings) == 8
+    assert len(drawings) == 7
     for width, drawing in drawings:
         smallest = min(float(size) for size in re.findall(r"font-size: ([\d.]+)px", drawing))
         assert smallest * 340 / float(width) >= 10  # px on a screen of 390

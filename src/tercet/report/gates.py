@@ -227,7 +227,6 @@ def memory_gate(run: Run, limits: Thresholds) -> Gate:
         "memory",
         f"peak at most {100 * limits.memory_share:.0f}% of the device; growth over the last two thirds of its "
         f"longest process or stage at most {100 * limits.memory_growth:.0f}% or {limits.memory_growth_gib:g} GiB",
-        "memory",
     )
     capacity = run.capacity_gib
     peak = max([*(e.memory_gib for e in run.steps), *(log.memory_gib for log in run.logs.values())], default=0.0)

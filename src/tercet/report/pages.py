@@ -126,7 +126,7 @@ def columns(runs: Sequence[Run], verdicts: Sequence[Verdict], pages: Sequence[Pa
 def write_comparison(columns: Sequence[Column], out: Path) -> tuple[Path, str]:
     """Write the comparison to `out`; returns the path of the page, and the key figures as text."""
     rows, caution = figure_rows(columns), loss_caution([c.run for c in columns])
-    environments = differences([flatten_table(c.run.environment) for c in columns])
+    tables = [with_defaults(c.run) | flatten_table(c.run.environment) for c in columns]
     page = render_page(
         "compare.html",
         title=" · ".join(c.label for c in columns),
@@ -135,8 +135,7 @@ def write_comparison(columns: Sequence[Column], out: Path) -> tuple[Path, str]:
         figures=rows,
         plots=comparison_plots([(c.label, c.run) for c in columns]),
         caution=caution,
-        differences=differences([with_defaults(c.run) for c in columns]),
-        environments=[row for row in environments if row["key"] != "started"],
+        differences=[row for row in differences(tables) if row["key"] != "started"],
         created=columns[0].run.read_at,
     )
     path = _write_files(out, page, [c.verdict.as_dict(c.run) for c in columns])

@@ -240,7 +240,7 @@ def all_plots(run: Run, findings: Sequence[HealthFired]) -> list[Plot]:
             )
         )  # fmt: skip
     if len(run.resources) > 1:
-        plots += [_step_time_plot(run), _memory_plot(run)]
+        plots.append(_step_time_plot(run))
     if rows := step_series(run, "grad_norms"):
         clip = run.config.get("train.clip")
         levels = [(clip, MUTED, f"clipped to {clip:g}")] if isinstance(clip, (int, float)) and clip > 0 else []
@@ -327,22 +327,6 @@ def _step_time_plot(run: Run) -> Plot:
     )
     legend = {**_ABOVE, "ncols": 3, "handlelength": 1.0, "columnspacing": 1.2}
     return chart(("breakdown", "Step time", caption), "ms per step", paint=paint, legend=legend)
-
-
-def _memory_plot(run: Run) -> Plot:
-    parts = [("allocated_gib", BLUE, "resident")]
-    if run.on_gpu:
-        parts = [
-            ("reserved_gib", GREY, "reserved"),
-            ("peak_gib", ORANGE, "peak"),
-            ("allocated_gib", BLUE, "allocated between steps"),
-        ]
-    lines = [Line(logged_series(run.resources, name), colour, label) for name, colour, label in parts]
-    top = max((high for line in lines for *_, high in line.rows), default=0.0)
-    capacity = run.capacity_gib
-    levels = [] if capacity is None or capacity >= 3 * top else [(capacity, RED, f"capacity {capacity:.0f}")]
-    where = "Device memory of rank 0." if run.on_gpu else "Resident memory of the process (CPU run)."
-    return chart(("memory", "Memory", where), "GiB", lines, levels=levels, ylim=(0, None))
 
 
 def _log_y_axis(axes: Any) -> None:
