@@ -56,11 +56,6 @@ def test_a_killed_reader_resumes_without_losing_or_repeating_a_batch(configs, re
     assert seen == [digest(batch) for batch in straight]
 
 
-def test_batches_do_not_depend_on_the_prefetch_depth(configs, read, same):
-    plain, ahead, far = (read(configs["jsonl"].model_copy(update={"prefetch": n}), 12) for n in (0, 1, 64))
-    assert all(same(a, b) and same(a, c) for a, b, c in zip(plain, ahead, far, strict=True))
-
-
 def test_an_error_is_raised_at_its_batch_and_on_every_later_request(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "aaaaaaaaa"}\n' * 5 + "broken\n")

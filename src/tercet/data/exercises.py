@@ -396,8 +396,9 @@ def write_lines(draws: Draws, size: int) -> list[list[Line]]:
         if family == 0:
             items.append(_chain(draws, size))
         else:
-            ask = _several_values if family < 3 else _several_keys if family < 5 else _one_value
-            items.append(ask(draws, size, Style(common or draws.choice(_P.pairs), what)))
+            style = Style(common or draws.choice(_P.pairs), what)
+            one = family >= 5
+            items.append(_one_value(draws, size, style) if one else _several(draws, size, style, one_key=family < 3))
         count -= len(items[-1])
     return items
 
@@ -426,24 +427,16 @@ def _one_value(draws: Draws, size: int, style: Style) -> list[Line]:
     return lines
 
 
-def _several_values(draws: Draws, size: int, style: Style) -> list[Line]:
-    """Several values of one key, asked for in the order of appearance."""
-    places = sorted(_fact_at(draws) for _ in range(2 + draws.below(3)))
-    name, values = _W.key(draws), distinct(draws, len(places), _W.value)
-    lines = [style.fact(at, name, value) for at, value in zip(places, values, strict=True)]
-    ask, end = draws.choice(_P.values)
-    text = f"{ask.format(what=style.what, key=name)}{', '.join(values)}{end}"
-    return [*lines, Line(_question_at(draws, places[-1], size), text)]
-
-
-def _several_keys(draws: Draws, size: int, style: Style) -> list[Line]:
-    """Several keys, asked for at once in another order."""
+def _several(draws: Draws, size: int, style: Style, *, one_key: bool) -> list[Line]:
+    """Several values of one key, asked for in the order of appearance, or several keys, asked for in another order."""
     places = [_fact_at(draws) for _ in range(2 + draws.below(3))]
-    names, values = distinct(draws, len(places), _W.key), distinct(draws, len(places), _W.value)
+    places = sorted(places) if one_key else places
+    names = [_W.key(draws)] * len(places) if one_key else distinct(draws, len(places), _W.key)
+    values = distinct(draws, len(places), _W.value)
     lines = [style.fact(at, name, value) for at, name, value in zip(places, names, values, strict=True)]
-    ask, end = draws.choice(_P.keys)
-    text = f"{ask.format(what=style.what, keys=', '.join(names))}{', '.join(values)}{end}"
-    return [*lines, Line(_question_at(draws, max(places), size), text)]
+    ask, end = draws.choice(_P.values if one_key else _P.keys)
+    question = ask.format(what=style.what, key=names[0], keys=", ".join(names))
+    return [*lines, Line(_question_at(draws, max(places), size), f"{question}{', '.join(values)}{end}")]
 
 
 def _chain(draws: Draws, size: int) -> list[Line]:

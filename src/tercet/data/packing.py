@@ -22,8 +22,7 @@ IGNORE = -100  # target that does not count in the loss
 FORMAT = 1
 
 
-@dataclass(frozen=True)
-class LoaderStats:
+class LoaderStats(NamedTuple):
     """Totals since the start of the run, over all ranks and resumes."""
 
     documents: int = 0  # read to their end
@@ -36,26 +35,13 @@ class LoaderStats:
     exercises: int = 0  # pieces of text with facts and questions (data.retrieval)
 
 
-class SequenceEnd(NamedTuple):
-    """Stream position and totals at the end of one sequence."""
-
-    cursor: Cursor | None
-    tokens: int
-    padding: int
-    exercises: int
-
-    def stats(self, sequences: int) -> LoaderStats:
-        counts = {"tokens": self.tokens, "padding": self.padding, "exercises": self.exercises}
-        return LoaderStats(**counts_of(self.cursor), **counts, sequences=sequences)
-
-
 class PackedBatch(NamedTuple):
     tokens: np.ndarray  # of the packing's dtype, like targets
     targets: np.ndarray
     cu_seqlens: np.ndarray  # int32
     state: dict[str, Any]
     stats: LoaderStats
-    ends: Sequence[SequenceEnd] = ()  # of all S sequences, except those that only pad the last batch
+    ends: Sequence[LoaderStats] = ()  # after each of all S sequences, except those that only pad the last batch
 
 
 PackedBatches = Generator[PackedBatch, None, None]  # close() stops background readers
@@ -91,7 +77,7 @@ class _Packer:
         self._cursor: Cursor | None = state["cursor"] if state else None  # before the current document
         self._offset: int = state["offset"] if state else 0  # tokens already taken from the current document
         self._counts = {name: state[name] if state else 0 for name in ("tokens", "padding", "sequences")}
-        self._exercises: int = state.get("exercises", 0) if state else 0
+        self._counts["exercises"] = state.get("exercises", 0) if state else 0
         self.ended = False
         self._documents = stream.documents(self._cursor)
         self._document: Document | None = None
@@ -117,7 +103,7 @@ class _Packer:
         targets = np.full(size, IGNORE, dtype=packing.dtype)
         bounds = list(range(0, size + 1, length))  # sequences are separated like documents
         before = self._counts["tokens"]
-        self._ends: list[SequenceEnd] = []
+        self._ends: list[LoaderStats] = []
         self._skip(packing.first * length)
         self._fill(tokens, targets, bounds)
         self._skip((packing.sequences - packing.first - packing.count) * length)
@@ -125,8 +111,7 @@ class _Packer:
             return None
         self._counts["sequences"] += packing.sequences
         cu_seqlens = np.array(sorted(set(bounds)), dtype=np.int32)
-        stats = LoaderStats(**counts_of(self._cursor), **self._counts, exercises=self._exercises)
-        return PackedBatch(tokens, targets, cu_seqlens, self._state(), stats, self._ends)
+        return PackedBatch(tokens, targets, cu_seqlens, self._state(), self._stats(), self._ends)
 
     def _fill(self, tokens: np.ndarray, targets: np.ndarray, bounds: list[int]) -> None:
         """Fill this rank's sequences. They are contiguous, so a long document is copied over several at once."""
@@ -158,7 +143,7 @@ class _Packer:
             if document.segment is not None:  # each sequence gets a separate exercise, which fits any room
                 segment = document.segment(offset, free)
                 yield at, Document(segment.tokens, segment.loss, document.cursor), 0, segment.take
-                self._exercises += segment.take > segment.used
+                self._counts["exercises"] += segment.take > segment.used
                 at += segment.take
                 self._advance(document, segment.take, segment.used)
                 if at % length == 0:
@@ -187,20 +172,16 @@ class _Packer:
 
     def _end_sequence(self, tokens: int = 0, padding: int = 0) -> None:
         """Record the end of a sequence, `tokens` and `padding` beyond the current counts."""
-        counts = self._counts
-        self._ends.append(
-            SequenceEnd(self._cursor, counts["tokens"] + tokens, counts["padding"] + padding, self._exercises)
-        )
+        now = self._stats()
+        self._ends.append(now._replace(tokens=now.tokens + tokens, padding=now.padding + padding))
+
+    def _stats(self) -> LoaderStats:
+        return LoaderStats(**counts_of(self._cursor), **self._counts)
 
     def _state(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "identity": self._identity,
-            "cursor": self._cursor,
-            "offset": self._offset,
-            **self._counts,
-            **({"exercises": self._exercises} if self._exercises else {}),
-        }
+        counts = {name: count for name, count in self._counts.items() if count or name != "exercises"}
+        position = {"identity": self._identity, "cursor": self._cursor, "offset": self._offset}
+        return {"format": FORMAT, **position, **counts}
 
 
 def _copy(document: Document, offset: int, take: int, tokens: np.ndarray, targets: np.ndarray) -> None:
@@ -269,7 +250,7 @@ def pack_shuffled(
                     **({} if size == block else {"size": size}),
                 }
                 after = {"format": FORMAT, "identity": packed.state["identity"], "shuffle": shuffle}
-                stats = packed.ends[numbers[position]].stats(handed)
+                stats = packed.ends[numbers[position]]._replace(sequences=handed)
                 if len(rows) == packing.sequences:
                     yield _join(rows, packing, after, stats)
                     rows = []
@@ -306,10 +287,7 @@ def _non_padding(packed: PackedBatch, packing: BatchLayout) -> list[int]:
     return np.flatnonzero(~padding).tolist()
 
 
-class _Row(NamedTuple):
-    tokens: np.ndarray
-    targets: np.ndarray
-    bounds: np.ndarray
+_Row = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, targets and bounds of documents of one sequence
 
 
 def _row(packed: PackedBatch, number: int, length: int) -> _Row:
@@ -317,7 +295,7 @@ def _row(packed: PackedBatch, number: int, length: int) -> _Row:
     begin, end = number * length, (number + 1) * length
     first, last = np.searchsorted(packed.cu_seqlens, (begin, end))
     bounds = packed.cu_seqlens[first : last + 1] - begin
-    return _Row(packed.tokens[begin:end].copy(), packed.targets[begin:end].copy(), bounds)
+    return packed.tokens[begin:end].copy(), packed.targets[begin:end].copy(), bounds
 
 
 def _join(rows: list[_Row], packing: BatchLayout, state: dict[str, Any], stats: LoaderStats) -> PackedBatch:
@@ -326,10 +304,10 @@ def _join(rows: list[_Row], packing: BatchLayout, state: dict[str, Any], stats: 
     tokens = np.full((packing.count, length), packing.padding_token, dtype=np.int64)
     targets = np.full((packing.count, length), IGNORE, dtype=np.int64)
     bounds: list[np.ndarray] = [np.arange(0, packing.count * length + 1, length, dtype=np.int32)]
-    for index, row in enumerate(rows[packing.first : packing.first + packing.count]):
-        tokens[index], targets[index] = row.tokens, row.targets
-        bounds.append(row.bounds + index * length)
+    for index, (*row, ends) in enumerate(rows[packing.first : packing.first + packing.count]):
+        tokens[index], targets[index] = row
+        bounds.append(ends + index * length)
     cu_seqlens = np.unique(np.concatenate(bounds)).astype(np.int32)
     if missing := packing.sequences - len(rows):
-        stats = replace(stats, padding=stats.padding + missing * length, sequences=stats.sequences + missing)
+        stats = stats._replace(padding=stats.padding + missing * length, sequences=stats.sequences + missing)
     return PackedBatch(tokens.ravel(), targets.ravel(), cu_seqlens, state, stats)
