@@ -206,16 +206,6 @@ def test_a_preparation_stopped_by_a_bad_record_continues_with_skip(tmp_path, sma
         prepare(strict, out, shard_tokens=100)
 
 
-def test_a_folder_with_other_files_is_rejected(source, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    for name in ("a", "b", "c", "d"):
-        (out / name).write_text("")
-    with pytest.raises(DataUsageError, match=r"contains a, b, c and 1 more, but no prepare\.json"):
-        prepare(source, out)
-    assert sorted(p.name for p in out.iterdir()) == ["a", "b", "c", "d"]
-
-
 def test_a_folder_can_only_be_prepared_by_one_process(source, tmp_path):
     def second(now):
         with pytest.raises(DataError, match="is being written by another process"):

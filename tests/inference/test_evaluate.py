@@ -204,8 +204,7 @@ def test_shards_of_another_tokenizer_are_refused_with_a_fix_that_evaluations_hav
     (tmp_path / "model.safetensors").symlink_to(stored / "model.safetensors")
     assert main(["eval", "perplexity", str(tmp_path), "--data-of", str(tmp_path), "--device", "cpu"]) == 2
     error = capsys.readouterr().err
-    assert re.search(r"was tokenized with \S+, not with tokenizer=byte: give --data-of a run on text", error)
-    assert "data.tokenizer" not in error
+    assert re.search(r"was tokenized with \S+, not with tokenizer=byte: .* another run's .* --data-of RUN", error)
 
 
 @pytest.mark.parametrize(

@@ -45,14 +45,6 @@ DOCUMENT = np.dtype([("end", "<u8"), ("hash", "<u8")])
 DTYPES = {"tokens": ("|u1", "<u2", "<u4"), "documents": (DOCUMENT,), "loss": ("|b1",)}
 
 
-class OtherTokenizer(DataUsageError):
-    """Shards were tokenized with another tokenizer. The fix is one for training."""
-
-    def __init__(self, problem: str, fix: str) -> None:
-        super().__init__(f"{problem}: {fix}")
-        self.problem = problem
-
-
 class _File(BaseModel):
     bytes: int
     sha256: str
@@ -251,8 +243,8 @@ def _check_tokenizer(folder: Path, manifest: dict[str, Any], tokenizer: Tokenize
     if isinstance(tokenizer, LibraryTokenizer) and tokenizer.encodes_as(saved, used["fingerprint"], specials):
         return
     ends = f" and data.eos_token to its token {used['eos_id']}" if used["eos_id"] != tokenizer.eos_id else ""
-    raise OtherTokenizer(
-        f"{folder} was tokenized with {used['name']}, not with tokenizer={tokenizer.name}",
+    raise DataUsageError(
+        f"{folder} was tokenized with {used['name']}, not with tokenizer={tokenizer.name}: "
         f"set data.tokenizer to {'byte' if used['name'] == 'byte' else saved}{ends}, or prepare the shards again",
     )
 

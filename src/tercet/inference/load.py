@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from tercet.config.schema import RunConfig
 from tercet.config.sections import resolved_precision
 from tercet.data.tokenizers import Tokenizer
-from tercet.inference.arguments import WEIGHTS, ModelError, find_model, has_weights, stored_tokenizer
+from tercet.inference.arguments import WEIGHTS, Dtype, ModelError, find_model, has_weights, stored_tokenizer
 from tercet.model.transformer import Transformer
 from tercet.train import checkpoint
 from tercet.train.device import pick_device
-
-Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
 
 class LanguageModel(Transformer):

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tercet.config.data import DataConfig
 from tercet.data.loader import Batch, build_loader
-from tercet.data.shards import OtherTokenizer
 from tercet.data.stream import DataUsageError
 from tercet.data.tokenizers import text_bytes
 from tercet.errors import UsageError
@@ -164,11 +163,6 @@ def held_out(
             data, seed=model.run.run.seed, batch_sequences=batch, split="train" if own else "validation",
             tokenizer=model.tokenizer,
         )  # fmt: skip
-    except OtherTokenizer as error:
-        fix = "--data" if own else "--data-of a run on"
-        raise DataUsageError(
-            f"{error.problem}: give {fix} text that is not tokenized yet (data.source other than shards)"
-        ) from None
     except DataUsageError as error:
         if own:
             raise
