@@ -14,7 +14,7 @@ from kernels.conftest import INTERPRETING
 from kernels.offline import compiling
 from tercet.attention.config import NSAConfig
 from tercet.attention.kernels.rotate import rotate
-from tercet.model import attention, rope
+from tercet.model import decode, rope
 from tercet.model.layers import BlockSparseAttention, NativeSparseAttention
 
 interpreted = pytest.mark.interpreter
@@ -87,9 +87,9 @@ def test_the_outputs_of_a_prompts_projections_are_freed_before_attention(monkeyp
         alive.extend(ref() is not None for ref in products)
         return run(*args, **options)
 
-    together, run = attention.project_together, attention.attend
-    monkeypatch.setattr(attention, "project_together", project_together)
-    monkeypatch.setattr(attention, "attend", attend)
+    together, run = decode.project_together, decode.attend
+    monkeypatch.setattr(decode, "project_together", project_together)
+    monkeypatch.setattr(decode, "attend", attend)
     layer = NativeSparseAttention(32, 4, 2, 16, config=NSAConfig(compress_block=16), selector="learned")
     with torch.no_grad():
         layer(torch.randn(1, 64, 32), cache=layer.make_cache(1))

@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from tercet.model import ffn, swiglu
-from tercet.model.transformer import ModelConfig, Transformer
+from tercet.model import swiglu, transformer
+from tercet.model.config import ModelConfig
+from tercet.model.transformer import Transformer
 
 pytestmark = pytest.mark.interpreter
 
@@ -16,13 +17,13 @@ pytestmark = pytest.mark.interpreter
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_equal_the_formula(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    layer, x = ffn.SwiGLU(24, 1030), torch.randn(2, 3, 24)  # more columns than a program takes
+    layer, x = transformer.SwiGLU(24, 1030), torch.randn(2, 3, 24)  # more columns than a program takes
     results: list[list[torch.Tensor]] = []
     launched: list[str] = []
     call = swiglu.call
     monkeypatch.setattr(swiglu, "call", lambda *args, **options: (launched.append("one"), call(*args, **options)))
     for kernel in (False, True):
-        monkeypatch.setattr(ffn, "kernels_run_on", lambda y, kernel=kernel: kernel)
+        monkeypatch.setattr(transformer, "kernels_run_on", lambda y, kernel=kernel: kernel)
         torch._dynamo.reset()
         run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
         leaf = x.clone().requires_grad_()
