@@ -24,8 +24,12 @@ from tercet.data.tokenizers import LibraryTokenizer
 from tercet.errors import TercetError
 from tercet.interop.huggingface import TercetForCausalLM
 from tercet.interop.huggingface.export import as_transformers_model, as_transformers_tokenizer, export
+from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 
 PROMPTS = [[5, 9, 200], list(range(1, 60)), [(37 * i * i + 11) % 251 + 1 for i in range(17)]]
+BLOCK_SPARSE = {
+    "model__gate": "none", "model__shared_kv": True, "model__branches": ["selected"], "model__compression": "mean"
+}  # fmt: skip
 KINDS = {"nsa": {}, "dense and window": {"model__attention": "dense,window"}, "as m7c": AS_M7C}
 
 
@@ -193,11 +197,42 @@ def test_unsupported_arguments_are_refused(theirs, given, said):
         theirs(**given)
 
 
-def test_training_with_a_cache_is_refused(theirs):
-    ids = torch.tensor([PROMPTS[2]])
-    with pytest.raises(ValueError, match=r"use_cache=True .*no gradients: .*use_cache=False"):
-        theirs(ids, labels=ids, use_cache=True)
-    assert not theirs(ids, use_cache=True).logits.requires_grad
+GRADIENT_KINDS = {
+    "nsa": {},
+    "two-branch": {"model__branches": ["selected", "window"], "model__selector": "learned"},
+    "block-sparse": BLOCK_SPARSE,
+    "learned": {**BLOCK_SPARSE, "model__selector": "learned"},
+    "dense, window": {"model__attention": "dense,window", "model__tie_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENT_KINDS)
+def test_use_cache_does_not_change_gradients(kind):
+    ids, mask = padded([PROMPTS[1], PROMPTS[2] * 3], "left")
+    labels = torch.where(mask.bool(), ids, -100)
+    for mode in ("none", "full"):
+        model = as_transformers_model(language_model(**GRADIENT_KINDS[kind]))
+        apply_activation_checkpointing(model.model.blocks, mode)
+        for training in (False, True):
+            model.train(training)
+            found = []
+            for cache in (False, True):
+                model.zero_grad()
+                out = model(ids, attention_mask=mask, labels=labels, use_cache=cache)
+                out.loss.backward()
+                found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+            assert found[0].keys() == found[1].keys()
+            assert len(found[0]) >= sum("selector" not in name for name, _ in model.named_parameters())
+            torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+        # the cache is filled nevertheless, and what is read from it has no gradients
+        new = model(ids[:, -1:], past_key_values=out.past_key_values)
+        torch.testing.assert_close(new.logits, model(*_repeat_last(ids, mask)).logits[:, -1:], rtol=1e-4, atol=1e-4)
+        with pytest.raises(ValueError, match=r"past_key_values .* no gradients.*without past_key_values"):
+            new.logits.sum().backward()
+
+
+def _repeat_last(ids, mask):
+    return torch.cat((ids, ids[:, -1:]), 1), torch.cat((mask, mask[:, -1:]), 1)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

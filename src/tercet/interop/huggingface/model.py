@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Cache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import logging
 
 from tercet.interop.huggingface.attention import read_mask
 from tercet.interop.huggingface.folder import FolderError
@@ -21,6 +22,8 @@ from tercet.interop.huggingface.support import NAMES
 from tercet.model.config import ModelConfig
 from tercet.model.transformer import Transformer
 from tercet.parse import first_problem
+
+logger = logging.get_logger(__name__)
 
 # Read by transformers without `import tercet.interop.huggingface`, instead of advising to update transformers: it asks
 # for trust_remote_code=True, and then for `pip install tercet` if that is missing.
@@ -145,20 +148,25 @@ class TercetForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         _check_arguments(input_ids, past_key_values, kwargs)
         assert input_ids is not None
-        cached = use_cache or past_key_values is not None
-        if cached and torch.is_grad_enabled() and (self.training or labels is not None):
-            raise ValueError(
-                "use_cache=True or past_key_values is given, and cached tokens have no gradients: to train, pass the "
-                "whole sequence and use_cache=False; else call the model under torch.no_grad()"
-            )
         if past_key_values is None and use_cache:
             past_key_values = TercetCache(self.model, input_ids.shape[0])
         real = _real_tokens(input_ids, attention_mask, past_key_values)
         _check_positions(position_ids, input_ids, real, past_key_values)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not cached):
+        first = past_key_values is None or past_key_values.columns == 0
+        graph = torch.is_grad_enabled()
+        with torch.set_grad_enabled(graph and past_key_values is None):  # cached keys and values have no gradients
             hidden = self._hidden(input_ids, real, past_key_values, cu_seqlens)
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.model.logits(hidden[:, kept])
+        if graph and past_key_values is not None:
+            if first:
+                logger.warning_once(
+                    "use_cache=True with gradients computes the tokens twice: pass use_cache=False to train, or call "
+                    "the model under torch.no_grad()"
+                )
+                hidden = self._hidden(input_ids, real, None, cu_seqlens)
+            else:
+                hidden = _RefuseGradients.apply(hidden, *self.model.parameters())
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.model.logits(hidden[:, kept])
         loss = None
         if labels is not None:
             count, size = kwargs.get("num_items_in_batch"), self.config.vocab_size
@@ -213,6 +221,21 @@ class TercetForCausalLM(PreTrainedModel, GenerationMixin):
 
     def get_output_embeddings(self) -> nn.Module | None:
         return self.model.head
+
+
+class _RefuseGradients(torch.autograd.Function):
+    """Hidden states that were computed from a cache, without a graph."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ValueError(
+            "past_key_values holds tokens, and cached tokens have no gradients: to train, pass the whole sequence "
+            "without past_key_values"
+        )
 
 
 def _check_arguments(input_ids: Tensor | None, past: Any, kwargs: dict[str, Any]) -> None:
