@@ -139,6 +139,19 @@ def test_padding_changes_nothing(sparse, side: str, given_positions: bool):
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
+def test_cu_seq_lens_q_means_what_positions_that_restart_mean(sparse):
+    tokens, bounds = some_tokens(1, 80), torch.tensor([0, 50, 80], dtype=torch.int32)
+    positions = torch.cat((torch.arange(50), torch.arange(30)))[None]
+    with torch.no_grad():
+        expected = sparse(tokens, use_cache=False, position_ids=positions).logits
+        for given in ({}, {"position_ids": positions}):  # a shift of a document's positions changes nothing
+            found = sparse(tokens, use_cache=False, cu_seq_lens_q=bounds, **given).logits
+            torch.testing.assert_close(found, expected, **ERROR)
+    for rows, given in ((2, {}), (1, {"attention_mask": (torch.arange(80) > 3)[None].long()})):
+        with pytest.raises(UnsupportedError, match=r"cu_seq_lens_q .*drop them"):
+            sparse(tokens.expand(rows, -1), use_cache=False, cu_seq_lens_q=bounds, **given)
+
+
 def test_a_batch_of_nothing_but_padding_is_finite(sparse):
     logits, gradients = run(sparse, some_tokens(2, 20), attention_mask=torch.zeros(2, 20, dtype=torch.long))
     assert all(x.isfinite().all() for x in (logits, *gradients.values()))

@@ -268,6 +268,7 @@ def test_masks_are_read_whole_and_in_chunks(model, theirs, side):
         (torch.ones(1, 6, 6), r"\[1, 6, 6\] .*does not fit"),
         (torch.tensor([[0, 0, 0, 0, -torch.inf, -torch.inf]]), "0 for padding and 1"),
         (torch.tensor([[1, 1, 2, 2, 3, 3]]), "0 for padding and 1"),
+        (torch.zeros(1, 6), r"\[1, 6\] of float32 .*0 everywhere"),
         (torch.zeros(1, 1, 6, 6), "does not fit"),
     ],
 )

@@ -44,9 +44,12 @@ def read_mask(mask: Tensor, batch: int, keys: int, *, longer: bool) -> Tensor:
     longer  the rest of a longer mask is ignored, as in transformers with a cache
     """
     fits = mask.dim() == 2 and mask.shape[0] == batch and (mask.shape[1] == keys or (longer and mask.shape[1] > keys))
-    if not fits or not bool(((mask == 0) | (mask == 1)).all()):
+    problem = "" if fits and bool(((mask == 0) | (mask == 1)).all()) else "does not fit the tokens"
+    if not problem and mask.is_floating_point() and not bool(mask.any()):  # no padding, if it is meant to be added
+        problem = "is 0 everywhere"
+    if problem:
         raise UnsupportedError(
-            f"attention_mask {list(mask.shape)} of {str(mask.dtype).removeprefix('torch.')} does not fit the tokens: "
+            f"attention_mask {list(mask.shape)} of {str(mask.dtype).removeprefix('torch.')} {problem}: "
             f"pass {[batch, keys]}, 0 for padding and 1 for the {keys} cached and new tokens"
         )
     return mask[:, :keys].bool()
@@ -79,15 +82,21 @@ class BatchLayout:
     def contiguous(self) -> BatchLayout:
         return self
 
-    def places(self, q: Tensor, keys: int, position_ids: Tensor | None) -> Any:
+    def places(self, q: Tensor, keys: int, position_ids: Tensor | None, cu_seqlens: Tensor | None = None) -> Any:
         """Rows of new tokens after a cache, else Documents. None: no padding, and each row is one document."""
         if q.device not in self._places:
             given = None if position_ids is None or self.blank else position_ids.to(q.device).expand(q.shape[0], -1)
-            find = self._find_rows if keys > q.shape[1] else self._find_documents
-            self._places[q.device] = find(q, keys, given)
+            cached = keys > q.shape[1]
+            if cu_seqlens is not None and (self.real is not None or q.shape[0] != 1 or cached):
+                raise UnsupportedError("cu_seq_lens_q was given with padding, several rows or a cache: drop them")
+            self._places[q.device] = (
+                self._find_rows(q, keys, given) if cached else self._find_documents(q, keys, given, cu_seqlens)
+            )
         return self._places[q.device]
 
-    def _find_documents(self, q: Tensor, keys: int, position_ids: Tensor | None) -> Documents | None:
+    def _find_documents(
+        self, q: Tensor, keys: int, position_ids: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Documents | None:
         batch, nsa = q.shape[0], self.settings.spec.blocks
         column = torch.arange(batch * keys, device=q.device)
         real = None if self.real is None else self.real.to(q.device).flatten()
@@ -95,7 +104,10 @@ class BatchLayout:
             column = column[real]
         starts = column.new_ones(column.shape[0], dtype=torch.bool)
         starts[1:] = (column // keys).diff() != 0
-        if position_ids is not None:
+        if cu_seqlens is not None:  # transformers makes position_ids that do not restart if none are given
+            starts[1:] = False
+            starts[cu_seqlens[:-1].to(q.device).long()] = True
+        elif position_ids is not None:
             step = position_ids.flatten()[column].diff()
             starts[1:] |= (step != 1) & (step != column.diff())  # across padding, positions may count it or not
         if real is None and int(starts.sum()) == batch:
@@ -194,8 +206,6 @@ def layer_attention(
             return sdpa_attention_forward(module, query, key, value, layout, dropout=dropout, scaling=scaling, **kwargs)
         given = None if layout is None else list(layout.shape)
         raise unsupported(f"attention_mask {given}", "pass one [batch, tokens], 0 for padding and 1 for tokens")
-    if cu_seq_lens_q is not None and position_ids is None:
-        raise unsupported("cu_seq_lens_q alone", "pass position_ids that restart with each document")
     if dropout:
         raise unsupported(f"attention_dropout={dropout}", "load the model with attention_dropout=0.0")
     if kwargs.get("output_attentions"):
@@ -211,11 +221,11 @@ def layer_attention(
     if torch.is_autocast_enabled(q.device.type):
         # RoPE of bf16 projections returns float32; as in PyTorch's attention, autocast decides
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    places = layout.places(q, k.shape[1], position_ids, cu_seq_lens_q)
     if block_indices is not None:
         size: int = module.indexer.block_size  # type: ignore[assignment,union-attr]
-        return _read_chosen(q, k, v, block_indices, size, layout, position_ids), None
+        return _read_chosen(q, k, v, block_indices, size, layout, places), None
     spec, channels = layout.settings.of_layer(module), layout.settings.channels(module, q)
-    places = layout.places(q, k.shape[1], position_ids)
     if k.shape[1] > q.shape[1]:
         return _continue(q, k, v, spec, channels, places), None
     if places is None:
@@ -238,13 +248,12 @@ def _scorer(q: Tensor, k: Tensor, spec: AttentionSpec, channels: Tensor | None) 
 
 
 def _read_chosen(
-    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, size: int, layout: BatchLayout, position_ids: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, size: int, layout: BatchLayout, places: Documents | Rows | None
 ) -> Tensor:
     """Attention over the blocks that a model chose, which count columns, padding included."""
     first, count = k.shape[1] - q.shape[1], chosen.shape[-1]
-    places = layout.places(q, k.shape[1], position_ids)
     if isinstance(places, Documents) and places.rows is None:
-        raise UnsupportedError("position_ids restart within a row, but the model's own blocks would reach across")
+        raise UnsupportedError("documents restart within a row, but the model's own blocks would reach across")
     if layout.real is not None:
         blocks = torch.arange(-(-k.shape[1] // size), device=q.device)
         read = (chosen[..., None] == blocks).any(-2).repeat_interleave(size, -1)[..., : k.shape[1]]
