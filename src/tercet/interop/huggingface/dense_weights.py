@@ -79,6 +79,12 @@ def model_config(config: PreTrainedConfig, chosen: Mapping[str, Any]) -> ModelCo
     size = getattr(config, "head_dim", None) or config.hidden_size // heads  # Qwen2 does not have it
     if config.hidden_act != "silu":
         raise ForeignModelError(f"hidden_act={config.hidden_act!r} cannot be imported: Tercet's feed-forward is SwiGLU")
+    for name, wrong, why in (
+        ("mlp_bias", True, "feed-forward has no biases"),
+        ("is_causal", False, "attention is causal"),
+    ):
+        if getattr(config, name, None) == wrong:
+            raise ForeignModelError(f"{name}={wrong} cannot be imported: Tercet's {why}")
     described = {ours: getattr(config, theirs) for theirs, ours in NAMES.items() if theirs != "head_dim"} | {
         "head_dim": size,
         **rope_settings(config, size),

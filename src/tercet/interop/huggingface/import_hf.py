@@ -170,6 +170,13 @@ def _checked(
     """The weights. config: with those of its learned selectors, which an export stored next to them."""
     expected = dense_weights.meta_model(theirs).state_dict()
     if theirs.tie_word_embeddings:
+        both = [stored.get(name) for name in ("model.embed_tokens.weight", "lm_head.weight")]
+        embedding, head = (None if x is None else x.float() for x in both)
+        if embedding is not None and head is not None and not torch.equal(embedding, head):
+            raise FolderError(
+                f"{source}: lm_head.weight differs from model.embed_tokens.weight, but config.json says "
+                "tie_word_embeddings=true: set that to false to use both, or remove lm_head.weight"
+            )
         stored["lm_head.weight"] = expected["lm_head.weight"]
     given = {name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")}
     dense_weights.check_weights(expected, given, "the checkpoint")
