@@ -376,3 +376,11 @@ def test_documented_commands_work(capsys, tmp_path, monkeypatch, command):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text('preset = "m7c"\n')
     assert run(capsys, *shlex.split(command))[0] == 0
+
+
+def test_a_current_folder_that_was_deleted_is_one_line(capsys, monkeypatch, tmp_path):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert cli.main(["presets"]) == 2
+    assert capsys.readouterr().err == "error: the current folder was deleted: change to another one\n"

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal or a pipe that is not UTF-8
     try:
-        for word in arguments:  # files of a run hold its paths and command line in UTF-8
+        for word in (*arguments, _current_folder()):  # files of a run hold its paths and command line in UTF-8
             if any("\ud800" <= character <= "\udfff" for character in word):
                 raise UsageError(f"{word!a} is not UTF-8: rename the file or folder")
         return _dispatch([a for a in arguments if a != "--debug"])
@@ -97,6 +97,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     finally:
         sys.meta_path.remove(announcer)
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder was deleted: change to another one") from None
 
 
 class AnnounceImports(MetaPathFinder):
