@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tercet.config.data import DataConfig
-from tercet.data import commands
+from tercet.data import commands, tokenizers
 from tercet.data.prepare import prepare
 from tercet.data.stream import BadRecordError, DataUsageError
 from tercet.data.tokenizers import load_tokenizer
@@ -120,6 +120,16 @@ def test_a_conversation_has_the_tokens_of_transformers(loss_on, config, read):
     targets = batch.targets[0, : len(ids) - 1].numpy()
     counted = mask[1:] if loss_on == "assistant" else np.ones(len(ids) - 1, dtype=bool)
     assert np.array_equal(targets, np.where(counted, ids[1:], -100))
+
+
+def test_conversations_encoded_together_equal_those_encoded_alone(tokenizer, monkeypatch):
+    ours = load_tokenizer(tokenizer(CHATML))
+    chats = [(f"{CHAT * n} 🎉{n}".encode(), [(2, 9 + n)]) for n in range(1, 7)]
+    alone = [ours.encode_chats([chat])[0] for chat in chats]
+    for limit in (1, 200, 1 << 20):  # bytes
+        monkeypatch.setattr(tokenizers, "ENCODED_AT_ONCE", limit)
+        for found, expected in zip(ours.encode_chats(chats), alone, strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -203,19 +203,30 @@ class LibraryTokenizer:
     def encode_chats(self, chats: Sequence[tuple[bytes, Spans]]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Tokens of each rendered conversation, ending with one EOS, and which of them count in the loss: those that
         have a character in the spans."""
-        encoded = []
-        for rendered, spans in chats:  # one by one: the library takes more than 100 times the memory of the text
-            text = rendered.decode()
-            encoding = self._parser.encode(text, add_special_tokens=False)
-            first, last = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
-            learned = np.zeros(len(first), dtype=bool)
-            for begin, end in spans:
-                learned |= (first < end) & (last > begin)
-            ids = encoding.ids
-            if ids[-1:] != [self.eos_id]:
-                ids, learned = [*ids, self.eos_id], np.append(learned, spans[-1][1] == len(text))
-            encoded.append((np.array(ids, dtype=self.dtype), learned))
+        encoded: list[tuple[np.ndarray, np.ndarray]] = []
+        group: list[str] = []
+        size = 0
+        for i, (rendered, _) in enumerate(chats):  # in small groups, for the library's threads
+            group.append(rendered.decode())
+            size += len(rendered)
+            if i + 1 == len(chats) or size + len(chats[i + 1][0]) > ENCODED_AT_ONCE:
+                encodings = self._parser.encode_batch(group, add_special_tokens=False)
+                first = i + 1 - len(group)
+                for encoding, (text, spans) in zip(encodings, chats[first : i + 1], strict=True):
+                    encoded.append(self._learned(encoding, len(text.decode()), spans))
+                group, size = [], 0
         return encoded
+
+    def _learned(self, encoding: Any, length: int, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of a conversation of `length` characters, and which of them count in the loss."""
+        first, last = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        learned = np.zeros(len(first), dtype=bool)
+        for begin, end in spans:
+            learned |= (first < end) & (last > begin)
+        ids = encoding.ids
+        if ids[-1:] != [self.eos_id]:
+            ids, learned = [*ids, self.eos_id], np.append(learned, spans[-1][1] == length)
+        return np.array(ids, dtype=self.dtype), learned
 
     def why_not_encodable(self, text: bytes) -> str | None:
         return None
