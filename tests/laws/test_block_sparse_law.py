@@ -137,14 +137,17 @@ OWN_BOUNDS = (37, 0, 3, 20)
 
 
 @settings(max_examples=20)
-@given(case=cases(), per_group=st.booleans(), seed=st.integers(0, 99))
-@example(case=Case(config(), inputs(config(), 60, documents=OWN_BOUNDS), OWN_BOUNDS), per_group=True, seed=0)
-def test_own_queries_and_keys_choose_as_the_oracle_says(case: Case, per_group: bool, seed: int, backend: str):
+@given(case=cases(), given_as=st.sampled_from(["one", "per group", "ranges"]), seed=st.integers(0, 99))
+@example(case=Case(config(), inputs(config(), 60, documents=OWN_BOUNDS), OWN_BOUNDS), given_as="per group", seed=0)
+def test_own_queries_and_keys_choose_as_the_oracle_says(case: Case, given_as: str, seed: int, backend: str):
     groups, size = case.x.ks.shape[2:]
     generator = torch.Generator().manual_seed(seed)
     channels = torch.stack([torch.randperm(size, generator=generator)[: size // 2 + 1] for _ in range(groups)])
-    channels = channels if per_group else channels[0]
-    out, aux = attend(case, backend, return_aux=True, scorer="own", score_channels=channels)
+    channels = channels if given_as == "per group" else channels[0]
+    passed: Tensor | tuple = channels
+    if given_as == "ranges":
+        passed, channels = ((size // 2, size), (0, 1)), torch.tensor([*range(size // 2, size), 0])
+    out, aux = attend(case, backend, return_aux=True, scorer="own", score_channels=passed)
     arrays = [x.double().numpy() for x in (case.x.q, case.x.ks, case.x.vs)]
     answer = oracle.block_sparse(*arrays, case.cfg, 0, cu(case.documents), aux.block_indices.numpy())
     answer.selections = oracle.own_selections(*arrays[:2], case.cfg, channels.numpy(), cu(case.documents))
@@ -210,6 +213,7 @@ def test_wrong_scorers_and_channels_are_named(backend: str):
         ({"scorer": "own", "exact_groups": (1, 1)}, "at most once"),
         ({"score_channels": torch.arange(2)}, 'use scorer="own"'),
         ({"scorer": "own", "score_channels": torch.tensor([8])}, "channels 0 … 7"),
+        ({"scorer": "own", "score_channels": ((6, 9),)}, "channels 0 … 7"),
         ({"scorer": "own", "score_channels": torch.arange(2).int()}, "expected int64"),
         ({"scorer": "own", "score_channels": torch.zeros(3, 2).long()}, "expected int64"),
     ):

@@ -31,6 +31,7 @@ from tercet.attention.layout import (
     why_no_query_range,
 )
 from tercet.attention.selector import (
+    Ranges,
     TokenScorer,
     check_channels,
     check_selector,
@@ -161,7 +162,7 @@ def block_sparse_attention(
     validate: bool = False,
     selector: tuple[Tensor, Tensor] | None = None,
     scorer: str = "compressed",
-    score_channels: Tensor | None = None,
+    score_channels: Tensor | Ranges | None = None,
     exact_groups: tuple[int, ...] | None = None,
 ) -> Tensor | Any:
     """Causal attention [B, T, H, Dv] in which a query reads select_count blocks of keys.
@@ -177,7 +178,8 @@ def block_sparse_attention(
     validate      check the values of cu_seqlens, max_seqlen and block_indices on a device too, which synchronises
     scorer        what scores the blocks: "compressed", by the means of their keys, or "own", by the largest product of
                   a query head of the group with a key of the block
-    score_channels  int64 [c] or [G, c]: the channels of q and k that "own" reads; None for all of them
+    score_channels  int64 [c] or [G, c]: the channels of q and k that "own" reads, or ranges ((first, end), …) of them;
+                    None for all
     exact_groups  the KV heads that "own" chooses for; the others choose by the means of their blocks. None: all
     selector      (queries, keys), each [B, T, G, size], that score the blocks in place of q and the means
     """
@@ -206,7 +208,7 @@ def _with_aux(found: Attended) -> tuple[Tensor, AttentionAux]:
     return found.out, AttentionAux(found.block_indices, dict.fromkeys(found.branches, Route(*found.route)))
 
 
-def _scorer_kind(scorer: str, channels: Tensor | None, selector: tuple[Tensor, Tensor] | None) -> str:
+def _scorer_kind(scorer: str, channels: Tensor | Ranges | None, selector: tuple[Tensor, Tensor] | None) -> str:
     known = [name for name, each in SCORERS.items() if each.reads != "projections"]
     if scorer not in known:
         raise ValueError(f"scorer={scorer!r} is unknown: pick one of {', '.join(known)}, or give a selector")

@@ -65,16 +65,21 @@ class TokenScorer(NamedTuple):
         return self._replace(queries=self.queries[batch, queries], keys=self.keys[batch, keys], pooled=pooled)
 
 
-def slow_channels(size: int, device: torch.device, planes: int = SLOW_PLANES) -> Tensor | None:
+Ranges = tuple[tuple[int, int], ...]
+"""Channels from the first of each pair up to the second."""
+
+
+def slow_channels(size: int, planes: int = SLOW_PLANES) -> Ranges | None:
     """Channels of the slowest planes of RoPE's half-rotation, which need no calibration; None for all of them."""
     half = size // 2
-    if half <= planes:
-        return None
-    slow = torch.arange(half - planes, half, device=device)
-    return torch.cat((slow, slow + half))
+    return None if half <= planes else ((half - planes, half), (size - planes, size))
 
 
-def check_channels(channels: Tensor, groups: int, size: int) -> None:
+def check_channels(channels: Tensor | Ranges, groups: int, size: int) -> None:
+    if isinstance(channels, tuple):
+        if not channels or not all(0 <= first < end <= size for first, end in channels):
+            raise ValueError(f"score_channels={channels!r}: expected (first, end) of channels 0 … {size - 1}")
+        return
     if channels.dtype != torch.int64 or channels.dim() not in (1, 2) or channels.shape[:-1] not in ((), (groups,)):
         found = f"{str(channels.dtype).removeprefix('torch.')} {list(channels.shape)}"
         raise ValueError(f"score_channels is {found}: expected int64 [c] or [{groups}, c]")
@@ -84,8 +89,14 @@ def check_channels(channels: Tensor, groups: int, size: int) -> None:
         raise ValueError(f"score_channels={channels.flatten().tolist()} must be channels 0 … {size - 1} of q and k")
 
 
-def own_scorer(q: Tensor, k: Tensor, channels: Tensor | None, spec: AttentionSpec) -> TokenScorer:
-    """A scorer like `own`: the branch's rotated queries and keys, of some channels [c] or [G, c]; None: all."""
+def take_channels(x: Tensor, channels: Ranges) -> Tensor:
+    """Without an index, which would be one more tensor to make and to read."""
+    parts = [x[..., first:end] for first, end in channels]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def own_scorer(q: Tensor, k: Tensor, channels: Tensor | Ranges | None, spec: AttentionSpec) -> TokenScorer:
+    """A scorer like `own`: the branch's rotated queries and keys, of some channels, as `score_channels` gives them."""
     q, k = q.detach(), k.detach()
     groups, pooled = k.shape[2], None
     if spec.exact_groups is not None and len(spec.exact_groups) < groups:
@@ -93,9 +104,11 @@ def own_scorer(q: Tensor, k: Tensor, channels: Tensor | None, spec: AttentionSpe
         others = [g for g in range(groups) if g not in exact]
         pooled = PooledGroups(exact, _of_groups(q, others, groups), _of_groups(k, others, groups), spec.means)
         q, k = _of_groups(q, exact, groups), _of_groups(k, exact, groups)
-        if channels is not None and channels.dim() == 2:
+        if isinstance(channels, Tensor) and channels.dim() == 2:
             channels = _of_groups(channels[None, None], exact, groups)[0, 0]
-    if channels is not None and channels.dim() == 1:
+    if isinstance(channels, tuple):
+        q, k = take_channels(q, channels), take_channels(k, channels)
+    elif channels is not None and channels.dim() == 1:
         q, k = q.index_select(-1, channels), k.index_select(-1, channels)
     elif channels is not None:
         of_heads = channels.repeat_interleave(q.shape[2] // max(k.shape[2], 1), 0)

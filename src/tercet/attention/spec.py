@@ -46,8 +46,6 @@ class AttentionSpec:
     """Without a gate: queries at positions below this read everything."""
     exact_groups: tuple[int, ...] | None = None
     """With the scorer own: the KV heads that choose by it; the others choose by the means of blocks. None: all do."""
-    means: NSAConfig = field(init=False)
-    """Sizes with which these others choose: one compressed token per selection block."""
 
     def __post_init__(self) -> None:
         if self.gate is not None and self.gate not in GATES:
@@ -58,18 +56,20 @@ class AttentionSpec:
             raise ValueError(f"selector={self.scorer!r} is unknown: pick one of {', '.join(SCORERS)}")
         check_exact_groups(self.exact_groups, self.scorer)
         if self.dense:
-            object.__setattr__(self, "means", self.blocks)
             return
         if not isinstance(self.blocks, NSAConfig):
             raise TypeError(f"config is {type(self.blocks).__name__}: it must be a tercet.NSAConfig")
         object.__setattr__(self, "branches", check_branches(self.branches))
         if not isinstance(self.dense_below, int) or isinstance(self.dense_below, bool) or self.dense_below < 0:
             raise ValueError(f"dense_below={self.dense_below!r} must be an integer of at least 0")
-        size = self.blocks.select_block
-        object.__setattr__(self, "means", replace(self.blocks, compress_block=size, compress_stride=size))
-
         own_keys = not self.compresses or self.shared_kv  # which others the compressed branch would have is moot
         object.__setattr__(self, "compress_selected_keys", self.compress_selected_keys and not own_keys)
+
+    @property
+    def means(self) -> NSAConfig:
+        """Sizes with which KV heads choose that are not among exact_groups: one compressed token per block."""
+        size = self.blocks.select_block
+        return replace(self.blocks, compress_block=size, compress_stride=size)
 
     @property
     def dense(self) -> bool:

@@ -186,7 +186,7 @@ def agreement(indices: Tensor) -> float:
 
 def _own_scores(q: Tensor, k: Tensor, spec: AttentionSpec) -> TokenScorer:
     """The queries and keys that choose blocks: the slowest 16 planes."""
-    return own_scorer(q, k, slow_channels(q.shape[-1], q.device), spec)
+    return own_scorer(q, k, slow_channels(q.shape[-1]), spec)
 
 
 def _choose_exactly(scorer: TokenScorer, config: NSAConfig, span: Span) -> Tensor:
@@ -257,7 +257,7 @@ def bench(
     read, label, spec = list(x), "nsa", None
     if own:
         exact = None if options.exact_groups is None else tuple(range(options.exact_groups))
-        spec, channels = block_sparse(config, "own", 0, exact), slow_channels(shape.D, x.q.device)
+        spec, channels = block_sparse(config, "own", 0, exact), slow_channels(shape.D)
         operator = partial(
             block_sparse_attention, config=config, backend=_backend(), scorer="own", score_channels=channels,
             exact_groups=exact,

@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tercet.attention.config import NSAConfig
+from tercet.attention.selector import take_channels
 from tercet.bench.settings import KINDS, check_kinds
 from tercet.bench.timing import device_name, graphed, milliseconds
 from tercet.config.load import load
@@ -258,7 +259,7 @@ def _filled(layer: Attention, batch: int, context: int) -> Cache:
     for store in cache._stores.values():
         store.normal_()
     if cache.scored_channels is not None:
-        cache._stores["selector"].copy_(cache._stores["k_selected"].index_select(-1, cache.scored_channels))
+        cache._stores["selector"].copy_(take_channels(cache._stores["k_selected"], cache.scored_channels))
     cache.lengths.fill_(context)
     cache.host_lengths = HostLengths((context,) * batch)
     return cache

@@ -107,7 +107,7 @@ def compare(
     operator: Callable[..., Any] = nsa_attention if gated else block_sparse_attention
     scored = {}
     if not gated and model.selector == "own":
-        scored = {"scorer": "own", "score_channels": slow_channels(dk, torch.device(device))}
+        scored = {"scorer": "own", "score_channels": slow_channels(dk)}
     lengths = {"compressed": cfg.num_compressed(T), "selected": T, "window": T} if gated else {"selected": T}
     inputs, names = [tensor(1, T, heads, dk)], ["q"]
     for branch, tokens in lengths.items():

@@ -18,7 +18,7 @@ from tercet.attention.dispatch import Route, check_backend
 from tercet.attention.hardware import kernels_run_on
 from tercet.attention.layout import Packing
 from tercet.attention.operator import AttentionInputs, attend
-from tercet.attention.selector import TokenScorer, own_scorer, slow_channels
+from tercet.attention.selector import Ranges, TokenScorer, own_scorer, slow_channels
 from tercet.attention.spec import AttentionSpec, check_exact_groups
 from tercet.model import decode
 from tercet.model.cache import Cache
@@ -156,9 +156,9 @@ class Attention(nn.Module):
         return self.spec.kind
 
     @property
-    def score_channels(self) -> Tensor | None:
-        """int64 [c]: channels of q and k that the scorer `own` reads; None for all of them."""
-        return slow_channels(self.head_dim, self.q_proj.weight.device)
+    def score_channels(self) -> Ranges | None:
+        """Channels of q and k that the scorer `own` reads; None for all of them."""
+        return slow_channels(self.head_dim)
 
     @property
     def routes(self) -> dict[str, Route]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from tercet.attention.config import BRANCHES, MOST_DECODED_BLOCKS, check_sizes
-from tercet.attention.selector import slow_channels
+from tercet.attention.selector import slow_channels, take_channels
 from tercet.attention.spec import AttentionSpec
 from tercet.model.rope import Rotary
 
@@ -104,9 +104,9 @@ class Cache:
         self.keeps_tokens = spec.selects or spec.dense
         self.keeps_window = "window" in spec.branches and not (spec.shared_kv and self.keeps_tokens)
         own = spec.by_branch and spec.exact_groups is None
-        self.scored_channels = slow_channels(key["head_dim"], device) if own else None
+        self.scored_channels = slow_channels(key["head_dim"]) if own else None
         """Of the selected branch's keys, for the scorer `own`; None: all, or another scorer."""
-        self.selector_size = 0 if self.scored_channels is None else len(self.scored_channels)
+        self.selector_size = sum(end - first for first, end in self.scored_channels or ())
         """Channels of the stored keys that score blocks; 0 for none."""
         if spec.selects and "selector_dim" in key:
             self.selector_size = key["selector_dim"]
@@ -404,7 +404,7 @@ class Cache:
             self._append("k_selected", keys["selected"], new)
             self._append("v_selected", values["selected"], new)
         if self.scored_channels is not None:
-            self._append("selector", keys["selected"].index_select(-1, self.scored_channels), new)
+            self._append("selector", take_channels(keys["selected"], self.scored_channels), new)
         if self.keeps_window:
             self._append_ring("k_window", keys["window"], new)
             self._append_ring("v_window", values["window"], new)

@@ -22,7 +22,7 @@ from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting
 from tercet.attention.layout import Span
 from tercet.attention.operator import Attended, AttentionInputs, attend
 from tercet.attention.reference import count_keys
-from tercet.attention.selector import TokenScorer, pool_keys
+from tercet.attention.selector import TokenScorer, pool_keys, take_channels
 from tercet.attention.spec import without_kernel
 from tercet.model.cache import Cache, HostLengths, NewTokens
 from tercet.model.compression import Compression, mean_keys
@@ -88,7 +88,7 @@ def _project_new(
         scorer = layer.branch_scorer(q, cache.all(new)[0].to(q.dtype))
     elif layer.spec.by_branch:
         of = cache.scored_channels
-        queries = q if of is None else q.index_select(-1, of)
+        queries = q if of is None else take_channels(q, of)
         scorer = TokenScorer(queries, cache.selector_keys(new).to(q.dtype), layer.spec.scorer)
     compressed: tuple[Tensor | None, Tensor | None] = (None, None)
     if new.fresh and layer.spec.pools:

@@ -21,7 +21,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from tercet.attention.config import NSAConfig
 from tercet.attention.layout import WHOLE, Packing, RowMap, Span, move_rows
 from tercet.attention.operator import AttentionInputs, attend
-from tercet.attention.selector import TokenScorer, own_scorer
+from tercet.attention.selector import Ranges, TokenScorer, own_scorer
 from tercet.attention.spec import AttentionSpec, block_sparse
 from tercet.interop.huggingface.support import (
     Settings,
@@ -225,7 +225,7 @@ def layer_attention(
     if block_indices is not None:
         size: int = module.indexer.block_size  # type: ignore[assignment,union-attr]
         return _read_chosen(q, k, v, block_indices, size, layout, places), None
-    spec, channels = layout.settings.of_layer(module), layout.settings.channels(module, q)
+    spec, channels = layout.settings.of_layer(module), layout.settings.channels(module, q.shape[-1])
     if k.shape[1] > q.shape[1]:
         return _continue(q, k, v, spec, channels, places), None
     if places is None:
@@ -238,12 +238,12 @@ def layer_attention(
     return out.unflatten(0, shape), None
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, channels: Tensor | None, **options: Any) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, channels: Ranges | None, **options: Any) -> Tensor:
     scorer = None if "block_indices" in options else _scorer(q, k, spec, channels)
     return attend(AttentionInputs(q, k_selected=k, v_selected=v), spec, scorer=scorer, **options).out.contiguous()
 
 
-def _scorer(q: Tensor, k: Tensor, spec: AttentionSpec, channels: Tensor | None) -> TokenScorer | None:
+def _scorer(q: Tensor, k: Tensor, spec: AttentionSpec, channels: Ranges | None) -> TokenScorer | None:
     return own_scorer(q, k, channels, spec) if spec.by_branch else None
 
 
@@ -271,7 +271,7 @@ def _read_chosen(
 
 
 def _continue(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, channels: Tensor | None, rows: Rows | None
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, channels: Ranges | None, rows: Rows | None
 ) -> Tensor:
     """New tokens after a cache. Means of keys are pooled again from all cached keys."""
     width, first, reads_all = q.shape[1], k.shape[1] - q.shape[1], spec.reads_all_below

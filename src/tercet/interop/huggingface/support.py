@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.selector import slow_channels
+from tercet.attention.selector import Ranges, slow_channels
 from tercet.attention.spec import SCORERS, AttentionSpec, block_sparse
 from tercet.errors import UsageError
 from tercet.model.config import ModelConfig
@@ -282,14 +282,14 @@ class Settings(NamedTuple):
             return replace(spec, dense_below=sys.maxsize)
         return spec
 
-    def channels(self, layer: nn.Module, q: Tensor) -> Tensor | None:
+    def channels(self, layer: nn.Module, size: int) -> Ranges | None:
         """Channels that "own" reads; None: all."""
-        size, rotation, count = q.shape[-1], getattr(layer, "tercet_rotation", None), self.score_channels
+        rotation, count = getattr(layer, "tercet_rotation", None), self.score_channels
         if rotation is None or not isinstance(count, int) or count >= size:
             return None
         if rotation == "pairs":
-            return torch.arange(size - count, size, device=q.device)
-        return slow_channels(size, q.device, count // 2)
+            return ((size - count, size),)
+        return slow_channels(size, count // 2)
 
 
 def saved_model(config: PreTrainedConfig, settings: Mapping[str, Any] | None = None) -> ModelConfig:
