@@ -78,7 +78,7 @@ def test_what_is_kept_is_the_attention_on_the_blocks_that_the_operator_reads(loa
         q, k = q.transpose(1, 2), k.transpose(1, 2)
         for i, channels in enumerate((*grid.channels, None)):  # None: block means
             exact = None if channels else ()
-            planes = slow_channels(48, q.device, channels // 2) if channels else None
+            planes = slow_channels(48, channels // 2) if channels else None
             _, aux = tercet.block_sparse_attention(
                 q, k, k, config=config, scorer="own", score_channels=planes, exact_groups=exact, return_aux=True
             )
@@ -121,7 +121,7 @@ def setting(exact, fact, mass, block=64, tokens=1024):
 def test_the_fastest_setting_that_keeps_enough_is_recommended():
     groups = [(0, 1, 0.6), (1, 0, 0.3), (0, 0, 0.1), (1, 1, 0.0)]
     settings = [
-        setting(1.0, 0.95, 0.9), setting(0.5, 0.945, 0.88), setting(0.25, 0.93, 0.88), setting(0.0, 0.95, 0.83),
+        setting(1.0, 0.95, 0.9), setting(0.5, 0.945, 0.895), setting(0.25, 0.93, 0.88), setting(0.0, 0.95, 0.83),
         setting(1.0, 0.93, 0.9, tokens=512), setting(0.5, 0.96, 0.95, tokens=2048),
     ]  # fmt: skip
     table = FactTable((2, 32, 2, 128), [], settings, groups, 4, 4, 4096)
