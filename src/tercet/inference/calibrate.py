@@ -279,6 +279,10 @@ class FactTable:
         dense, scores, blocks = self.work(setting, length)
         return dense / DENSE_RATE / (LAUNCHES + scores / SCORE_RATE + blocks / BLOCK_RATES[setting.block])
 
+    def dense_below(self, setting: Setting) -> int:
+        """The length from which on the estimate calls it faster than dense attention; 0 if that never is."""
+        return next((n for n in range(1024, LENGTHS[-1] + 1, 1024) if self.speed(setting, n) >= 1), 0)
+
     @cached_property
     def default(self) -> Setting:
         """What others are compared with: `own` for all groups, 16 blocks of 64, or the nearest to it."""
@@ -300,7 +304,8 @@ class FactTable:
         exact = self.exact_groups(setting.exact)
         return {
             "gate": "none", "shared_kv": True, "branches": ["selected"], "compression": "mean", "selector": "own",
-            "nsa": asdict(blocks), "dense_below": 0, **({"exact_groups": exact} if exact else {}),
+            "nsa": asdict(blocks), "dense_below": self.dense_below(setting),
+            **({"exact_groups": exact} if exact else {}),
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -310,6 +315,8 @@ class FactTable:
         mixed = [self.line(s) for s in self.mixed if s.blocks in (best.blocks, default.blocks)]
         ranks = " ".join(f"{layer}.{group}" for layer, group, _ in self.groups[:10])
         lines = "\n".join([head, *map(self.line, self.settings), "", head, *mixed])
+        below = self.dense_below(best)
+        where = f"below {below:,} tokens (stored as dense_below)" if below else f"up to {LENGTHS[-1]:,} tokens"
         return f"""\
 The dense model answers {self.answered} of {self.documents} facts in texts of {self.length:,} tokens.
 fact, mass: kept of the attention on the fact, of all attention; free: of that outside the first and last two blocks
@@ -319,7 +326,8 @@ work: of dense attention at 32k. 8k to 128k: × dense in a forward pass, estimat
 
 {held:.0%} of the attention on facts is in {len(self.groups[:10])} of {len(self.groups)} groups (layer.KV head): {ranks}
 recommended: {best.blocks}, {best.scorer} (the fastest at 32k that loses at most {100 * FACT_LOSS:.0f} point of facts
-and of mass against {default.blocks}, {default.scorer})"""
+and of mass against {default.blocks}, {default.scorer})
+{where} dense attention is faster by the estimate"""
 
     def line(self, setting: Setting) -> str:
         kept = "".join(f"{100 * part:>8.1f}" for part in (setting.fact, setting.mass, setting.free))
