@@ -6,7 +6,7 @@ q and k are already rotated: the operator does not apply RoPE.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -256,10 +256,9 @@ def attend(
         )
     every = _every_query_reads_all(inputs, spec, packing, span) and block_indices is None
     chooses = block_indices is None and (select or (spec.selects and not every))
-    given = _check(inputs, spec, packing, span, compressed=chooses and scorer is None and spec.gated)
+    given, route = _check(inputs, spec, packing, span, backend, chooses and scorer is None and spec.gated)
     if block_indices is not None:
         checks.check_block_indices(block_indices, q, given["k_selected"].shape[2], config)
-    route = choose_backend(backend, given, config, why_no_query_range(span, packing, spec.branches))
     with without_autocast(q.device.type):
         options: Any = {"config": config, "packing": packing, "span": span}
         options["backend"] = backend if route[0] == "triton" else "reference"  # "auto": kernels may not take the scorer
@@ -297,11 +296,36 @@ def _every_query_reads_all(inputs: AttentionInputs, spec: AttentionSpec, packing
     return longest <= spec.reads_all_below
 
 
+# Layouts of plain calls on a GPU that passed the checks: the names of their tensors, and the route. Checking each call
+# again took a sixth of the host time of short ones.
+_passed: dict[Hashable, tuple[list[str], tuple[str, str | None]]] = {}
+_MOST_PASSED = 256
+
+
 def _check(
+    inputs: AttentionInputs, spec: AttentionSpec, packing: Packing | None, span: Span, backend: str, compressed: bool
+) -> tuple[dict[str, Tensor], tuple[str, str | None]]:
+    """Check shapes, and return q, keys and values by name, and (backend, why no faster one). compressed: blocks are
+    chosen by compressed tokens, which must be given, as for their branch."""
+    layout: Hashable = None
+    q = inputs.q
+    if packing is None and span is WHOLE and not torch.compiler.is_compiling() and isinstance(q, Tensor) and q.is_cuda:
+        parts = ((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in inputs)
+        layout = (backend, compressed, spec.blocks, spec.branches, *parts)
+        if (known := _passed.get(layout)) is not None:
+            return {name: getattr(inputs, name) for name in known[0]}, known[1]
+    tensors = _check_shapes(inputs, spec, packing, span, compressed=compressed)
+    route = choose_backend(backend, tensors, spec.blocks, why_no_query_range(span, packing, spec.branches))
+    if layout is not None:
+        if len(_passed) >= _MOST_PASSED:
+            _passed.clear()
+        _passed[layout] = list(tensors), route
+    return tensors, route
+
+
+def _check_shapes(
     inputs: AttentionInputs, spec: AttentionSpec, packing: Packing | None, span: Span, *, compressed: bool
 ) -> dict[str, Tensor]:
-    """Check shapes, and return q, keys and values by name. compressed: blocks are chosen by compressed tokens, which
-    must be given, as for their branch."""
     q, config = inputs.q, spec.blocks
     # a gated call has all of them, also those of branches that it omits
     named = BRANCHES if spec.gated else spec.branches
