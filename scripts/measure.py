@@ -46,6 +46,7 @@ PARTS = {
         f"attention --shapes {shape} --dense cudnn --rows 8 --budget 0.25"
         for shape in ("P64k", "C8x2k", "P8k", "C1x16k", "C4x4k", "P16k", "P32k", "M4x4k")
     ],
+    "own": ["attention --scorer own --rows 4 --budget 0.15"],
     "large": [
         *(
             f"train --preset {preset} --lengths {n} --kinds nsa dense --packed nsa --steps 2 --repeats 2"

@@ -1,7 +1,7 @@
 """Does a model that becomes block-sparse without training lose facts? Facts found, and loss, of each choice of blocks.
 
     python scripts/needles.py FOLDER [--gguf FILE] [--lengths 2048,4096,8000] [--questions 80] [--tasks single,…]
-                              [--exact-groups stored|calibrate|FILE]
+                              [--exact-groups stored|calibrate|FILE] [--json FILE]
 
 FOLDER holds a Llama-like model of transformers (with --gguf: that file). The haystack is Python's documentation. The
 tasks are RULER's, worded anew: a fact (single), one of four (multi-key), all four values of a key (multi-value), and
@@ -205,6 +205,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=80)
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--exact-groups")
+    parser.add_argument("--json", type=Path, help="write the table there, too")
     given = parser.parse_args()
     lengths, tasks = [int(n) for n in given.lengths.split(",")], given.tasks.split(",")
     model, tokenizer = load_dense(given.folder / given.gguf if given.gguf else given.folder)
@@ -212,6 +213,7 @@ def main() -> None:
         check_kernels(model)
     compared = list(choices(model, tokenizer, given.folder, given.exact_groups, max(lengths)))
     print(f"| length | choice | {' | '.join(tasks)} | loss |\n|{'---|' * (len(tasks) + 3)}", flush=True)
+    rows: list[dict[str, Any]] = []
     for length in lengths:
         cases = [make_cases(tokenizer, task, length, given.questions) for task in tasks]
         for name, choice in compared:
@@ -219,6 +221,10 @@ def main() -> None:
             scores = [score(model, part) for part in cases]
             found = " | ".join(f"{facts:g} of {given.questions}" for facts, _ in scores)
             print(f"| {length} | {name} | {found} | {scores[0][1]:.4f} |", flush=True)
+            parts = {task: facts for task, (facts, _) in zip(tasks, scores, strict=True)}
+            rows.append({"length": length, "choice": name, **parts, "loss": round(scores[0][1], 4)})
+    if given.json:
+        given.json.write_text(json.dumps({"questions": given.questions, "results": rows}, indent=1), encoding="utf-8")
     if model.device.type == "cuda":
         print("\n| first token at 8,192 | ms | × sdpa |\n|---|---|---|")
         dense, prompt = 0.0, tokenizer(python_documentation(), add_special_tokens=False)["input_ids"][:8192]

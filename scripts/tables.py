@@ -22,15 +22,19 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "performance"
-PAGES = (ROOT / "docs" / "performance.md", ROOT / "docs" / "configuration.md", ROOT / "README.md")
+PAGES = tuple(ROOT / name for name in ("docs/performance.md", "docs/configuration.md", "docs/convert.md", "README.md"))
 HEADLINE = ROOT / "docs" / "images" / "headline.svg"
 MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 PARTS = {
-    "train": "training steps", "decode-model": "decoding", "operator": "operator",
+    "train": "training steps", "decode-model": "decoding", "operator": "operator", "own": "own queries and keys",
     "large": "larger models", "batches": "small batches", "million": "a million tokens",
 }  # fmt: skip
+TASKS = ("single", "multi-key", "multi-value", "tracking")
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
-COLOURS = {"block-sparse": "#2e8b57", "two-branch": "#8e5ea2", "nsa": "#d1782c", "dense": "#3b6ea5"}
+COLOURS = {
+    "training": "#2e8b57", "prompt": "#8e5ea2", "dense": "#3b6ea5", "own queries and keys": "#2e8b57",
+    "means of keys": "#d1782c",
+}  # fmt: skip
 LABELS = {"block-sparse": "block-sparse", "two-branch": "two-branch", "nsa": "NSA", "dense": "dense"}
 MODES = (
     ("nsa", "compressed"), ("nsa", "learned"), ("two-branch", "learned"), ("block-sparse", "compressed"),
@@ -51,6 +55,13 @@ def part(name: str) -> Row:
 
 def rows(name: str, **fields: Any) -> list[Row]:
     return [row for row in part(name)["results"] if all(row.get(key) == value for key, value in fields.items())]
+
+
+@cache
+def needles() -> list[Row]:
+    """What scripts/needles.py --json wrote."""
+    found: list[Row] = json.loads((RESULTS.parent / "needles.json").read_text(encoding="utf-8"))["results"]
+    return found
 
 
 def one(name: str, **fields: Any) -> Row:
@@ -220,27 +231,36 @@ def decode_model() -> str:
     return table(head, [*lines, ["cache, B/token", "", *caches]])
 
 
-def readme() -> str:
-    sparse = ("block-sparse", "two-branch", "nsa")
-    lines = [["dense, tokens/s", *(thousands(step("dense", n).get("tokens_per_s")) for n in LENGTHS)]]
-    for kind in sparse:
-        cells = (f"**{ratio(step(kind, n).get('times_dense'))}**" for n in LENGTHS)
-        lines.append([f"**{LABELS[kind]}, × dense**", *cells])
-    dense = step("dense", 65536)["peak_gib"]
-    memory = ", ".join(f"{LABELS[kind]} {ratio(step(kind, 65536)['peak_gib'] / dense)}" for kind in sparse)
-    decoded = []
-    for batch in (1, 16):
-        *most, last = (ratio(decoding("block-sparse", batch, n).get("times_dense")) for n in (2048, 16384, 65536))
-        decoded.append(f"{', '.join(most)} and {last} at batch {batch}")
-    about = part("train")
-    note = paragraph(
-        f"Training steps of `m7c`, 65,536 tokens each, on one {about['device']} (torch {about['torch']}), "
-        f"{day(about['date'])}: `python scripts/measure.py OUT --parts train,decode-model`. Dense is cuDNN attention. "
-        f"Peak memory at 64k, × dense: {memory}. Decoding with the whole block-sparse model "
-        f"({day(part('decode-model')['date'])}; dense is Tercet's own split-KV kernel) at 2k, 16k and 64k, × dense: "
-        f"{', '.join(decoded)}."
-    )
-    return f"{table(['context', *map(tokens, LENGTHS)], lines)}\n\n{note}"
+def own() -> str:
+    """Attention alone, blocks chosen by its own queries and keys."""
+    lines, found = [], {row["shape"]: row for row in rows("own")}
+    for name, key in (("a prompt (forward)", "forward_speedup"), ("training (forward + backward)", "speedup")):
+        lines.append([name, *(f"**{row[key]:.1f}**" for row in found.values())])
+    return table(["× dense", *(shape.removeprefix("L") for shape in found)], lines)
+
+
+def own_times() -> str:
+    lines = []
+    for row in rows("own"):
+        times, dense = (pair(row[f"{name}_forward_ms"], row[f"{name}_both_ms"]) for name in ("own", "cudnn"))
+        speedups, memory = (
+            pair(row["forward_speedup"], row["speedup"]),
+            pair(row["own_peak_gib"], row["cudnn_peak_gib"]),
+        )
+        lines.append([row["shape"].removeprefix("L"), times, number(row["choice_ms"]), dense, speedups, memory])
+    return table(["context", "own, ms", "choice, ms", "dense, ms", "× dense", "GiB"], lines)
+
+
+def facts() -> str:
+    """Facts that a model finds without training."""
+    found = needles()
+    lengths = sorted({row["length"] for row in found})
+    lines = []
+    for choice in dict.fromkeys(row["choice"] for row in found):
+        cells = [next(row for row in found if (row["choice"], row["length"]) == (choice, n)) for n in lengths]
+        shown = (f"{row['single']}, {sum(row[task] for task in TASKS):g}, {row['loss']:.3f}" for row in cells)
+        lines.append([choice, *shown])
+    return table(["choice", *(f"{n:,} tokens" for n in lengths)], lines)
 
 
 def config_sections() -> str:
@@ -255,7 +275,7 @@ def config_sections() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "config-sections": config_sections,
     "measured": measured, "answer": answer, "train": train, "batches": batches, "large": large, "million": million,
-    "operator": operator, "decode-model": decode_model, "readme": readme,
+    "operator": operator, "decode-model": decode_model, "own": own, "own-times": own_times, "facts": facts,
 }  # fmt: skip
 
 
@@ -263,16 +283,24 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def headline() -> str:
-    """Training throughput over length, and held-out loss over training time."""
-    speed = {kind: [(n, step(kind, n)["tokens_per_s"] / 1e3) for n in LENGTHS] for kind in COLOURS}
-    loss = {kind: [(at, value) for at, value in part("losses")[kind]] for kind in COLOURS}
+    """Speed of attention over length, and facts found without training."""
+    lengths = [(int(row["shape"][1:-1]) * 1024, row) for row in rows("own")]
+    speed = {
+        name: [(n, row[key]) for n, row in lengths]
+        for name, key in (("training", "speedup"), ("prompt", "forward_speedup"))
+    }
+    kept = {"dense": "dense", "own queries and keys": "own, 16 of 64", "means of keys": "means of keys, 16 of 64"}
+    found = {
+        name: [(row["length"], row["single"]) for row in needles() if row["choice"] == choice]
+        for name, choice in kept.items()
+    }
     left = _panel(
-        20, "Training throughput, thousand tokens/s", "context length, tokens", speed, math.log2, True,
-        [(n, tokens(n)) for n in LENGTHS],
+        20, "Speed of attention, × dense", "context length, tokens", speed, math.log2, True,
+        [(n, tokens(n)) for n, _ in lengths],
     )  # fmt: skip
     right = _panel(
-        430, "Held-out loss from 8k to 64k, nats per byte", "minutes of training steps", loss, float, False,
-        [(n, str(n)) for n in range(2, 14, 2)],
+        430, "Facts found without training, of 80", "context length, tokens", found, math.log2, False,
+        [(n, f"{round(n / 1000)}k") for n, _ in found["dense"]],
     )  # fmt: skip
     head = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 840 300" width="840" height="300"'
     body = '<rect width="100%" height="100%" fill="white"/>'
@@ -281,12 +309,12 @@ def headline() -> str:
 
 def _panel(
     at: float, title: str, x_label: str, lines: dict[str, list[tuple[float, float]]], scale: Callable[[float], float],
-    zero: bool, x_ticks: Sequence[tuple[float, str]],
+    rising: bool, x_ticks: Sequence[tuple[float, str]],
 ) -> list[str]:  # fmt: skip
-    """One chart of 390 × 300 whose left edge is `at`. zero: the axis starts at 0, and the legend is at the bottom."""
+    """One chart of 390 × 300 whose left edge is `at`. rising: the legend is at the top."""
     left, right, top, bottom = at + 46, at + 372, 44, 246
     xs, ys = ([point[i] for points in lines.values() for point in points] for i in (0, 1))
-    low, high = (0.0 if zero else min(ys)), max(ys)
+    low, high = 0.0, max(ys)
     size = 10 ** math.floor(math.log10((high - low) / 5))
     gap = next(n * size for n in (1, 2, 5, 10) if n * size >= (high - low) / 5)
     ticks = [round(n * gap, 10) for n in range(math.floor(low / gap), math.ceil(high / gap) + 1)]
@@ -304,14 +332,14 @@ def _panel(
         out.append(_text(left - 6, fy(y) + 4, f"{y:g}", "end"))
     out += [_text(fx(x), bottom + 17, label, "middle") for x, label in x_ticks if min(xs) <= x <= max(xs)]
     out.append(_text((left + right) / 2, bottom + 38, x_label, "middle"))
-    legend_x, legend_y = (left + 14, bottom - 4 - 18 * len(lines)) if zero else (right - 110, top + 4)
+    legend_x, legend_y = left + 14, top + 4 if rising else bottom - 4 - 18 * len(lines)
     for row, (kind, points) in enumerate(lines.items()):
         path = " ".join(f"{fx(x):.1f},{fy(y):.1f}" for x, y in points)
         out.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[kind]}" stroke-width="2.5"/>')
         out += [f'<circle cx="{fx(x):.1f}" cy="{fy(y):.1f}" r="3.5" fill="{COLOURS[kind]}"/>' for x, y in points]
         y = legend_y + 18 * row
         out.append(f'<rect x="{legend_x:g}" y="{y:g}" width="12" height="12" fill="{COLOURS[kind]}"/>')
-        out.append(_text(legend_x + 18, y + 10, LABELS[kind]))
+        out.append(_text(legend_x + 18, y + 10, kind))
     return out
 
 

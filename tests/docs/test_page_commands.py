@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,11 +34,29 @@ def commands(text: str) -> Iterator[list[str]]:
             yield words
 
 
-def save_llama(folder: Path) -> None:
+def save_model(folder: Path, family: str = "Llama") -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=256, max_position_embeddings=256, num_key_value_heads=1, **sizes)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    make = getattr(transformers, f"{family}Config")
+    config = make(vocab_size=256, max_position_embeddings=256, num_key_value_heads=1, head_dim=32, **sizes)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+
+
+def test_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_model(Path("Qwen3-0.6B"), "Qwen3")
+    Path("my-texts").mkdir()
+    Path("my-texts/one.txt").write_text("A text of mine.\n" * 500)
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS.parent / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["model"].config._attn_implementation == "tercet"
+    small = ["--train.steps=1", "--train.tokens_per_step=256", "--train.micro_batch=1", "--train.warmup_steps=0"]
+    (text,) = blocks("../README.md")
+    for program, *words in commands(text):
+        assert program == "tercet"
+        assert cli.main(words + [*FASTER, *small] * (words[0] == "train")) == 0, capsys.readouterr().err
+    assert json.loads(Path("out/config.json").read_text())["model_type"] == "qwen3"
 
 
 def test_own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +80,7 @@ def test_own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """With a small Llama in place of a downloaded checkpoint."""
     monkeypatch.chdir(tmp_path)
-    save_llama(Path("Qwen3-0.6B"))
+    save_model(Path("Qwen3-0.6B"))
     Path("corpus").mkdir()
     for at in range(20):
         Path(f"corpus/{at}.txt").write_text(f"document {at}\n" * 100)
