@@ -9,7 +9,7 @@ from tercet.model.attention import Attention
 from tercet.model.transformer import Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Single
-from tercet.train.cuda_graph import GraphCapturer, GraphChoice, StepGraph
+from tercet.train.cuda_graph import GraphCapturer, StepGraph
 from tercet.train.optim import build_optimizer
 from tercet.train.state import compile_blocks
 from tercet.train.step import MicroBatch, NonFiniteGuard, StepResult, train_step
@@ -29,37 +29,6 @@ def compile_counted(model: Transformer) -> list[object]:
     return compiled
 
 
-class SimulatedClock:
-    """A clock for GraphChoice. A step takes `host` seconds to launch and `device` seconds to run; the host is ahead of
-    the device by at most `queue` seconds of work. A mark is the time at which the device reaches it."""
-
-    def __init__(self, host: float, device: float, queue: float = 1.0) -> None:
-        self.host, self.device, self.queue = host, device, queue
-        self.time = self.done = 0.0
-        self.waits = 0
-
-    def step(self) -> None:
-        started = max(self.time, self.done)
-        self.done = max(self.time + self.host, started + self.device)
-        self.time = max(self.time + self.host, self.done - self.queue)
-
-    def now(self) -> float:
-        return self.time
-
-    def mark(self) -> float:
-        return max(self.time, self.done)
-
-    def reached(self, mark: float) -> bool:
-        return mark <= self.time
-
-    def between(self, first: float, last: float) -> float:
-        return last - first
-
-    def wait(self) -> None:
-        self.waits += 1
-        self.time = max(self.time, self.done)
-
-
 class SteppedModel:
     """Uses the device and precision of the config, and a constant learning rate."""
 
@@ -76,12 +45,10 @@ class SteppedModel:
         self.graph: StepGraph | None = None
         self.number = 0
 
-    def use_graphs(
-        self, capturer: GraphCapturer | None = None, *, may_fail: bool = False, choice: GraphChoice | None = None
-    ) -> None:
+    def use_graphs(self, capturer: GraphCapturer | None = None, *, auto: bool = False) -> None:
         """Run the following steps as graphs, captured by `capturer` or by CUDA."""
         self.capturer = capturer
-        self.graph = StepGraph(self.model, self.config.precision, capturer, may_fail=may_fail, choice=choice)
+        self.graph = StepGraph(self.model, self.config.precision, capturer, auto=auto)
 
     def logged(self, field: str) -> list[str]:
         """What the graph logged since the last call: the `text` of its notes, or the `reason` of failed captures."""

@@ -41,6 +41,15 @@ def test_a_doctors_fix_is_read_under_its_name_in_earlier_versions() -> None:
     assert decode(encode(event).replace('"fix"', '"mend"')) == event
 
 
+def test_a_choice_of_cuda_graphs_by_0_2_is_read_as_a_note() -> None:
+    line = (
+        '{"kind": "graph_choice", "step": 8, "rank": 0, "time": 1.5, "graph": true, "shape": "1 × 2048 tokens", '
+        '"host_seconds": 0.06, "behind_seconds": 0.0}'
+    )
+    text = "train.cuda_graph=auto: steps of 1 × 2048 tokens replay a CUDA graph"
+    assert decode(line) == Noted(step=8, time=1.5, text=text)
+
+
 def test_every_line_is_standard_json() -> None:
     assert "NaN" not in encode(logged(1, float("nan")))
     assert encode(Noted(step=1, text="two\nlines\u2028")).count("\n") == 1

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,30 +15,28 @@ from torch import Tensor, nn
 
 import runs
 from runs import events_of, losses, small
-from stepping import SimulatedClock, SteppedModel
+from stepping import SteppedModel
 from tercet.config.schema import uses_cuda_graph
 from tercet.errors import TercetError
 from tercet.model.attention import Attention
 from tercet.model.loss import IGNORED
 from tercet.model.transformer import Transformer
 from tercet.report.attention_gates import fallback_gate
-from tercet.report.facts import notable_events
 from tercet.report.read import read_run
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import (
     GraphCaptureFailed,
-    GraphChosen,
     HealthFired,
     Noted,
     ResourcesObserved,
     RoutesCounted,
 )
-from tercet.train import console, state, step
+from tercet.train import console, state
 from tercet.train import cuda_graph as graph
 from tercet.train import trainer as loop
-from tercet.train.cuda_graph import GraphChoice, StepGraph, fill_bounds
-from tercet.train.state import Interval, TrainState, uses_compile
-from tercet.train.step import MicroBatch, NonFiniteGuard
+from tercet.train.cuda_graph import StepGraph, fill_bounds
+from tercet.train.state import uses_compile
+from tercet.train.step import MicroBatch
 from tercet.train.trainer import train
 
 # one layer: steps are compared layer by layer in the tests without a run
@@ -246,16 +243,8 @@ def test_routes_are_those_of_the_captured_pass() -> None:
 
 
 @pytest.fixture
-def graphs_anywhere(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
-    """Graphs on a CPU. The returned clock says that the host is the slower side."""
-    clock = SimulatedClock(host=60e-3, device=8e-3)
-
-    def run_eager(*args: Any) -> Tensor:
-        clock.step()
-        return step.run_eager(*args)
-
-    monkeypatch.setattr(graph, "run_eager", run_eager)
-    monkeypatch.setattr(state, "CudaClock", lambda device: clock)
+def graphs_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs on a CPU."""
     for module in (state, console):
         monkeypatch.setattr(module, "uses_cuda_graph", lambda config, device: config.train.cuda_graph != "off")
     built = StepGraph.__init__
@@ -264,7 +253,6 @@ def graphs_anywhere(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
         "__init__",
         lambda self, model, precision, **how: built(self, model, precision, FakeCapturer(model), **how),
     )
-    return clock
 
 
 def test_a_run_with_graphs_equals_an_eager_run_and_resumes(tmp_path: Path, graphs_anywhere: None) -> None:
@@ -306,7 +294,7 @@ def test_steps_fall_back_to_eager_if_a_capture_may_fail(error: Exception | None,
     for graphs in (False, True):
         run = on_cpu(graphs=False)
         if graphs:
-            run.use_graphs(FailingCapturer(run.model, 2, error), may_fail=True)
+            run.use_graphs(FailingCapturer(run.model, 2, error), auto=True)
         results = []
         for i in range(5):
             result = run.step([packed(10 * i + j, 3) for j in range(accumulation)], with_stats=i == 2)
@@ -327,7 +315,7 @@ def test_micro_batches_of_different_shapes_fall_back_to_eager_if_capture_may_fai
     for graphs in (False, True):
         run = on_cpu(graphs=False)
         if graphs:
-            run.use_graphs(FakeCapturer(run.model), may_fail=True)
+            run.use_graphs(FakeCapturer(run.model), auto=True)
         run.step([packed(1, 3), packed(2, 3, length=64)])
         told.append(bits(run.model))
     assert run.graph is not None
@@ -345,11 +333,11 @@ def test_a_run_falls_back_to_eager_and_its_report_counts_it(
     monkeypatch.setattr(FakeCapturer, "capture", capture)
     halt = ("fallback",) if action == "halt" else ()
     runs = {
-        how: one_layer(run__dir=str(tmp_path / how), train__cuda_graph=how, health__halt=halt, train__steps=10)
+        how: one_layer(run__dir=str(tmp_path / how), train__cuda_graph=how, health__halt=halt)
         for how in ("off", "auto")
     }
     if action == "halt":
-        with pytest.raises(TercetError, match=r"stopped by health.halt=fallback after step 9: .*ValueError: no"):
+        with pytest.raises(TercetError, match=r"stopped by health.halt=fallback after step 1: .*ValueError: no"):
             train(runs["auto"])
         return
     told = {}
@@ -358,7 +346,7 @@ def test_a_run_falls_back_to_eager_and_its_report_counts_it(
         told[how] = losses(tmp_path / how)
     assert told["auto"] == told["off"]
     events = list(read_events(events_file(tmp_path / "auto")))
-    assert [e.step for e in events if isinstance(e, GraphCaptureFailed)] == [9]
+    assert [e.step for e in events if isinstance(e, GraphCaptureFailed)] == [1]
     fired = [e.sentence for e in events if isinstance(e, HealthFired) and e.rule == "fallback"]
     assert len(fired) == 1
     assert "train.cuda_graph=auto fell back to eager execution" in fired[0]
@@ -421,9 +409,20 @@ def test_blocks_that_exchange_keys_are_not_compiled() -> None:
         uses_compile(small(train__compile="on", **shared), gpu)
 
 
-def test_a_deterministic_run_does_not_choose_by_timing() -> None:
-    assert not uses_cuda_graph(small(run__deterministic=True), "cuda")
-    assert uses_cuda_graph(small(run__deterministic=True, train__cuda_graph="on"), "cuda")
+@pytest.mark.parametrize(
+    ("changes", "captured"),
+    [
+        ({"train__micro_batch": 8}, True),
+        ({"train__micro_batch": 16}, False),
+        ({"train__micro_batch": 16, "train__cuda_graph": "on"}, True),
+        ({"train__micro_batch": 16, "train__stages": "1024:3:micro_batch=16,2048:3"}, True),
+        ({"train__micro_batch": 8, "run__deterministic": True}, False),
+        ({"train__micro_batch": 8, "run__deterministic": True, "train__cuda_graph": "on"}, True),
+    ],
+)
+def test_auto_captures_micro_batches_of_at_most_16_384_tokens(changes: Any, captured: bool) -> None:
+    run = small(data__seq_len=2048, train__tokens_per_step=2**15, **changes)
+    assert uses_cuda_graph(run, "cuda") == captured
 
 
 def test_every_stage_of_a_run_captures_its_own_graphs(tmp_path: Path, graphs_anywhere: None) -> None:
@@ -439,60 +438,26 @@ def test_every_stage_of_a_run_captures_its_own_graphs(tmp_path: Path, graphs_any
     assert captured >= {1, 3, 5}
 
 
-@pytest.mark.parametrize("graph_is_faster", [True, False])
-def test_a_run_chooses_once_and_repeats_its_choice_on_resume(
-    tmp_path: Path, graphs_anywhere: SimulatedClock, graph_is_faster: bool
+def test_auto_captures_the_stages_with_small_micro_batches(
+    tmp_path: Path, graphs_anywhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = graphs_anywhere
-    clock.device = 8e-3 if graph_is_faster else 200e-3
-    clock.queue = clock.device
-    folder, steps = tmp_path / "run", {"checkpoint__every": 10, "log__every": 5}
-    run = one_layer(run__dir=str(folder), train__steps=14, **steps)
-    assert run.train.cuda_graph == "auto"
-    train(run)
-    (chosen,) = events_of(folder, GraphChosen)
-    assert chosen.graph == graph_is_faster
-    assert "1 × 128 tokens" in chosen.shape
-    assert ("replay a CUDA graph" if graph_is_faster else "run eagerly") in chosen.sentence
-    assert chosen.sentence in {row["text"] for row in notable_events(read_run(folder))}
-    clock.device = clock.queue = 208e-3 - clock.device  # a new measurement would choose the other way
-    resumed = tmp_path / "resumed"
-    waits = clock.waits
-    train_small(resumed, train__steps=14, **steps, resume=str(folder / "checkpoints" / "step-00000010"))
-    assert clock.waits == waits
-    noted = list(read_events(events_file(resumed)))
-    assert not [e for e in noted if isinstance(e, GraphChosen)]
-    captured = [e.step for e in noted if isinstance(e, Noted) and "captured passes" in e.text]
-    assert captured[:1] == ([11] if graph_is_faster else [])
-    assert losses(resumed)[14] == losses(folder)[14]
+    monkeypatch.setattr(graph, "AUTO_GRAPH_TOKENS", 128)
+    stages = "64:2,128:2:micro_batch=2:tokens_per_step=256,64:2:micro_batch=2"
+    train_small(tmp_path, train__stages=stages, checkpoint__every=0, log__every=10)
+    notes = [e for e in events_of(tmp_path, Noted) if "captured passes" in e.text]
+    assert {e.step for e in notes} == {1, 2, 5, 6}
 
 
-def test_a_stage_measures_only_its_own_steps(tmp_path: Path, graphs_anywhere: SimulatedClock) -> None:
-    """Its first steps compile again, also if their shape is that of the stage before."""
-    train_small(tmp_path, train__stages="64:5,64:15:rope_theta=50000", train__steps=20, log__every=10)
-    assert [e.step for e in events_of(tmp_path, GraphChosen)] == [5 + 9]
-
-
-def test_a_decision_made_while_a_checkpoint_is_written_is_not_in_it() -> None:
-    device, choice = torch.device("cpu"), GraphChoice(SimulatedClock(60e-3, 8e-3), "GPU")
-    graph: Any = SimpleNamespace(capacity=0, choice=choice)
-    model: Any = None
-    made = TrainState(model, model, NonFiniteGuard(device, 1, 1), Interval(device), device, graph=graph)
-    saved = made.run_state({})
-    choice.made["GPU: 1 × 64 tokens"] = True
-    assert saved["graph_choices"] == {}
-
-
-def test_steps_with_another_teacher_are_not_captured(tmp_path: Path, graphs_anywhere: SimulatedClock) -> None:
+def test_steps_with_another_teacher_are_not_captured(tmp_path: Path, graphs_anywhere: None) -> None:
     """Until train.selector.all_until every block teaches. A graph of such a step would go on teaching that way."""
     selector = {"model__selector": "learned", "train__selector__teacher": "selected", "train__selector__every": 4}
     told = {}
     for how in ("off", "auto"):
         train_small(
-            tmp_path / how, train__cuda_graph=how, train__steps=22, train__selector__all_until=12,
+            tmp_path / how, train__cuda_graph=how, train__steps=14, train__selector__all_until=12,
             checkpoint__every=0, log__every=9, **selector,
         )  # fmt: skip
         told[how] = losses(tmp_path / how)
-    (chosen,) = events_of(tmp_path / "auto", GraphChosen)
-    assert chosen.step == 12 + 8
+    captured = [e.step for e in events_of(tmp_path / "auto", Noted) if "captured passes" in e.text]
+    assert captured[0] == 12
     assert told["auto"] == told["off"]

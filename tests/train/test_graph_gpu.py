@@ -24,7 +24,7 @@ from torch import Tensor
 from runs import losses, small, train_small
 from stepping import SteppedModel
 from tercet.model.loss import IGNORED
-from tercet.train.cuda_graph import STEPS_TO_DECIDE, CudaClock, GraphCapturer, GraphChoice, capacity_for, fill_bounds
+from tercet.train.cuda_graph import GraphCapturer, capacity_for, fill_bounds
 from tercet.train.device import set_arithmetic
 from tercet.train.state import capture_rng
 from tercet.train.step import MicroBatch
@@ -183,7 +183,7 @@ def _fall_back() -> None:
     for graphs in (False, True):
         run = on_gpu(graphs=False, compiled=False)
         if graphs:
-            run.use_graphs(may_fail=True)
+            run.use_graphs(auto=True)
             run.model.register_forward_hook(
                 lambda model, given, out: out.total.item() if torch.cuda.is_current_stream_capturing() else None
             )
@@ -262,20 +262,6 @@ def test_a_run_with_stages_resumes_between_them_to_the_same_losses(tmp_path: Pat
     assert train_small(tmp_path / "resumed", **sizes, resume=str(between)) == 0
     told = [losses(tmp_path / name) for name in ("straight", "resumed")]
     assert told[1] == {step: loss for step, loss in told[0].items() if step > 3}
-
-
-@pytest.mark.serial
-@pytest.mark.parametrize(("sequences", "expected"), [(1, True), (64, False)])
-def test_small_steps_choose_the_graph_and_large_ones_do_not(sequences: int, expected: bool) -> None:
-    run = on_gpu(graphs=False)
-    choice = GraphChoice(CudaClock(run.device), "GPU")
-    run.use_graphs(choice=choice)
-    for i in range(STEPS_TO_DECIDE + 4):
-        run.step([packed(i, 3, sequences)])
-    (decision,) = choice.events
-    assert decision.graph == expected, decision
-    assert run.graph is not None
-    assert len(run.logged("text")) == expected
 
 
 if __name__ == "__main__":

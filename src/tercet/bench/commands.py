@@ -105,7 +105,7 @@ def train(
         checkpointing: Activation checkpointing: none, selective, full.
         packed: Kinds whose documents are packed into one row with cu_seqlens. Dense is measured both ways then.
         compile: auto (on a GPU), on or off.
-        cuda_graph: on: capture forward and backward as a CUDA graph, or fail; auto: if steps are launch-bound; off.
+        cuda_graph: on: capture forward and backward as a CUDA graph, or fail; auto: with up to 16,384 tokens; off.
         settings: More configuration keys, e.g. model.nsa.window=512,model.selector=compressed.
             train.init_from=RUN measures trained weights on the data of data.source, instead of fresh weights on random
             tokens.

@@ -30,7 +30,6 @@ from tercet.errors import TercetError
 from tercet.parallel.strategy import Single
 from tercet.telemetry.events import GraphCaptureFailed
 from tercet.telemetry.observer import LayerProbe
-from tercet.train.cuda_graph import STEPS_TO_DECIDE
 from tercet.train.device import device_name, peak_memory_gib, pick_device
 from tercet.train.optim import learning_rate
 from tercet.train.state import build_state
@@ -102,8 +101,7 @@ def measure(cell: dict[str, Any], steps: int, repeats: int) -> dict[str, Any]:
     run = Steps(config, packed=cell["packed"])
     on_gpu, state = run.device.type == "cuda", run.state
     expected = _uncompiled_loss(run)
-    warm = STEPS_TO_DECIDE + _WARM if config.train.cuda_graph == "auto" else min(steps, _WARM)
-    first = run.interval(warm if repeats else steps)  # compiles
+    first = run.interval(min(steps, _WARM) if repeats else steps)  # compiles
     if on_gpu and repeats:
         torch.cuda.reset_peak_memory_stats(run.device)
     seconds = [run.interval(steps) for _ in range(repeats)] or [first]

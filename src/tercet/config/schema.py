@@ -23,6 +23,9 @@ from tercet.config.sections import (
 from tercet.errors import UsageError
 from tercet.model.config import ModelConfig
 
+AUTO_GRAPH_TOKENS = 16_384
+"""train.cuda_graph=auto: up to this size of a micro-batch the GPU waits for kernel launches (docs/performance.md)."""
+
 
 class RunSection(Section):
     """The run itself: its folder, seed and device."""
@@ -249,7 +252,8 @@ class RunConfig(Section):
 
 
 def uses_cuda_graph(config: RunConfig, device_type: str) -> bool:
-    """Whether passes may run as CUDA graphs: on request, or with `auto` where nothing prevents it."""
+    """Whether passes run as CUDA graphs: on request, or with `auto` those of a stage with small micro-batches, where
+    nothing prevents it."""
     asked, strategy = config.train.cuda_graph, config.parallel.strategy
     problem = None
     if device_type != "cuda":
@@ -258,8 +262,9 @@ def uses_cuda_graph(config: RunConfig, device_type: str) -> bool:
         problem = f"with parallel.strategy={strategy}: communication between ranks cannot be captured"
     if asked == "on" and problem is not None:
         raise UsageError(f"train.cuda_graph=on {problem}; use --train.cuda_graph off, or auto")
-    # Under auto measured times decide, and a graph changes the last bits.
-    return problem is None and (asked == "on" or (asked == "auto" and not config.run.deterministic))
+    small = any(s.train.micro_batch * s.data.seq_len <= AUTO_GRAPH_TOKENS for s in config.stages)
+    # a graph can change the last bits
+    return problem is None and (asked == "on" or (asked == "auto" and small and not config.run.deterministic))
 
 
 def kernel_warning(config: RunConfig, device_type: str) -> str | None:

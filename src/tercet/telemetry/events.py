@@ -140,22 +140,6 @@ class Noted(Event, kind="note"):
     text: str
 
 
-class GraphChosen(Event, kind="graph_choice"):
-    """With train.cuda_graph=auto: whether steps of `shape` run as CUDA graphs from here on, and the measured times."""
-
-    graph: bool
-    shape: str
-    host_seconds: float  # to launch forward and backward of a step
-    behind_seconds: float  # how much later the GPU has run them
-
-    @property
-    def sentence(self) -> str:
-        host, behind = 1e3 * self.host_seconds, 1e3 * self.behind_seconds
-        times = f"launching takes {host:.2f} ms, the GPU is done {behind:.2f} ms later"
-        which = "replay a CUDA graph" if self.graph else "run eagerly"
-        return f"train.cuda_graph=auto: steps of {self.shape} {which} ({times})"
-
-
 class GraphCaptureFailed(Event, kind="recording_failed"):
     """With train.cuda_graph=auto, capture failed: this process continues with eager execution."""
 
@@ -308,8 +292,6 @@ def describe(event: Event) -> tuple[str, str] | None:
             return "", f"{begin}: {event.steps:,} steps on {event.device}{moved}"
         case RunEnded():
             return "failure" * (event.outcome in ("failed", "halted")), f"{event.outcome}: {event.reason}"
-        case GraphChosen():
-            return "", event.sentence
         case Noted():
             return "", event.text
     return None
@@ -332,10 +314,13 @@ def decode(line: str | bytes) -> Event | None:
     """
     record = parse_record(line)
     kind = record.pop("kind")
-    if kind not in KINDS:
-        return None
     if "mend" in record:  # in logs of 0.1 and 0.2
         record["fix"] = record.pop("mend")
+    if kind == "graph_choice":  # in logs of 0.2, which timed steps to decide
+        how = "replay a CUDA graph" if record.get("graph") else "run eagerly"
+        kind, record["text"] = "note", f"train.cuda_graph=auto: steps of {record.get('shape')} {how}"
+    if kind not in KINDS:
+        return None
     event = _validator(kind).validate_python(record)
     if event.table and len({len(value) for value in vars(event).values() if type(value) is list}) != 1:
         raise ValueError("the columns of a table have unequal lengths")

@@ -86,7 +86,7 @@ def _execution(config: RunConfig, device: torch.device) -> list[str]:
     if uses_compile(config, device):
         options.append("compiled blocks")
     if uses_cuda_graph(config, device.type):
-        options.append("CUDA graphs if launch-bound" if train.cuda_graph == "auto" else "CUDA graphs")
+        options.append("CUDA graphs")
     if train.activation_checkpointing != "none":
         options.append(f"{train.activation_checkpointing} activation checkpointing")
     if config.run.deterministic:

@@ -23,31 +23,22 @@ capacity here.
 from __future__ import annotations
 
 import gc
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from tercet.config.schema import AUTO_GRAPH_TOKENS
 from tercet.errors import TercetError
 from tercet.model.attention import Attention
 from tercet.parallel.strategy import Single
-from tercet.telemetry.events import Event, GraphCaptureFailed, GraphChosen, Noted
+from tercet.telemetry.events import Event, GraphCaptureFailed, Noted
 from tercet.train.step import MicroBatch, Phase, Progress, autocast, loss_sum, run_eager
 
 MIN_CAPACITY = 16
 # The first pass compiles; the second adds to existing gradients, which is different code.
 _WARM_UPS = 2
-# train.cuda_graph=auto: eager steps that compile or allocate memory, and steps that are then measured
-_UNMEASURED = 3
-_MEASURED = 5
-# The GPU waits for the host if it is behind by less than this share of the host's time for a pass.
-_WAITING_BELOW = 0.1
-# Steps after which a graph has been captured, if it is going to be
-STEPS_TO_DECIDE = _UNMEASURED + _MEASURED + 2
 
 
 def capacity_for(documents: int) -> int:
@@ -151,115 +142,8 @@ class _ArrayInterface:
         self.__cuda_array_interface__ = tensor.__cuda_array_interface__
 
 
-class CudaClock:
-    """Host time, and points in the device's queue."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def now(self) -> float:
-        """Seconds on the host."""
-        return time.perf_counter()
-
-    def mark(self) -> torch.cuda.Event:
-        """A mark after the work launched so far."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def reached(self, mark: torch.cuda.Event) -> bool:
-        """Whether the device has reached it; does not wait."""
-        return mark.query()
-
-    def between(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
-        """Seconds on the device between two marks that it has reached."""
-        return first.elapsed_time(last) / 1e3
-
-    def wait(self) -> None:
-        """Wait until the device is idle."""
-        torch.cuda.synchronize(self._device)
-
-
-@dataclass(frozen=True)
-class _Step:
-    started: float
-    launched: float
-    end: torch.cuda.Event  # after the last launch
-
-
-class GraphChoice:
-    """train.cuda_graph=auto: one decision per device and batch shape, to use graphs if the GPU waits for launches.
-
-    The first steps of a shape run eagerly. After warm-up, each step notes when the host has launched all passes, and
-    marks that point in the GPU's queue. If the GPU reaches the mark at almost the same time, it was waiting for
-    launches, and a graph helps. If it is behind, the host was waiting, or will be, and a graph would only cost memory.
-    Host times alone are not enough: a host that is ahead is blocked by the full launch queue and seems as slow as the
-    GPU. Waits for the device once, before the measured steps.
-    """
-
-    def __init__(self, clock: CudaClock, device: str) -> None:
-        self.made: dict[str, bool] = {}  # saved in checkpoints: a resumed run repeats the decisions
-        self._clock, self._device = clock, device
-        self.events: list[Event] = []  # decisions that are not logged yet
-        self._shape, self._passes = "", 0
-        self.restart()
-
-    def restart(self) -> None:
-        """Measure anew, unless the shape is decided."""
-        self._unmeasured = 0
-        self._idle: tuple[float, torch.cuda.Event] | None = None  # a point that host and device passed at the same time
-        self._steps: list[_Step] = []
-
-    def uses_graph(self, batches: Sequence[MicroBatch]) -> bool:
-        """Whether the step runs as a graph; if not, run it within `measured`."""
-        shape = _shape(batches[0])
-        if shape != self._shape:
-            self._shape, self._passes = shape, len(batches)
-            self.restart()
-        if len(self._steps) == _MEASURED and self._clock.reached(self._steps[-1].end):
-            self._decide()
-        return self.made.get(self._key, False)
-
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Wraps the launches of an eager step."""
-        if self._key in self.made or len(self._steps) == _MEASURED:
-            yield
-        elif self._unmeasured < _UNMEASURED:
-            self._unmeasured += 1
-            yield
-        else:
-            if self._idle is None:
-                self._clock.wait()
-                self._idle = self._clock.now(), self._clock.mark()
-            started = self._clock.now()
-            yield
-            self._steps.append(_Step(started, self._clock.now(), self._clock.mark()))
-
-    @property
-    def _key(self) -> str:
-        return f"{self._device}: {self._shape}"
-
-    def _decide(self) -> None:
-        assert self._idle is not None
-        time_0, mark_0 = self._idle
-        host = statistics.median(s.launched - s.started for s in self._steps)
-        behind = statistics.median(self._clock.between(mark_0, s.end) - (s.launched - time_0) for s in self._steps)
-        graph = behind < _WAITING_BELOW * host / self._passes
-        self.made[self._key] = graph
-        self.events.append(
-            GraphChosen(step=0, graph=graph, shape=self._shape, host_seconds=host, behind_seconds=max(0.0, behind))
-        )
-        self.restart()
-
-
 def _size(tokens: Sequence[int]) -> str:
     return " × ".join(map(str, tokens)) + " tokens"
-
-
-def _shape(batch: MicroBatch) -> str:
-    size = _size(batch.tokens.shape)
-    return size if batch.max_seqlen is None else f"{size} in documents of at most {batch.max_seqlen}"
 
 
 @dataclass(frozen=True)
@@ -285,16 +169,12 @@ def _documents(batch: MicroBatch) -> int | None:
 class StepGraph:
     """A StepExecutor that captures a model's passes on first use and replays them.
 
-    `choice`: decides which steps run as graphs; all without one. `may_fail`: if they cannot be captured, fall back to
-    eager execution and log it; otherwise that is an error.
+    `auto`: only small micro-batches, and if they cannot be captured, fall back to eager execution and log it;
+    otherwise that is an error.
     """
 
-    def __init__(
-        self, model: nn.Module, precision: str, capturer: GraphCapturer | None = None, *, may_fail: bool,
-        choice: GraphChoice | None,
-    ) -> None:  # fmt: skip
-        self._model, self._precision, self._may_fail = model, precision, may_fail
-        self.choice = choice
+    def __init__(self, model: nn.Module, precision: str, capturer: GraphCapturer | None = None, *, auto: bool) -> None:
+        self._model, self._precision, self._auto = model, precision, auto
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._device = device = self._trained[0].device
         self._capturer = capturer or GraphCapturer(device)
@@ -308,7 +188,7 @@ class StepGraph:
         self._grads: dict[bool, list[Tensor | None]] = {}  # by the same key: where a replay leaves the gradients
         self._routes: list[dict] = []
         self._gave_up = False
-        self._events: list[Event] = [] if choice is None else choice.events
+        self._events: list[Event] = []
         # Largest document capacity so far. Saved in checkpoints, because bits may depend on it.
         self.capacity = 0
 
@@ -321,11 +201,9 @@ class StepGraph:
         """Drop the graphs: the next step captures new ones, or tries to if captures have failed."""
         self._clear()
         self._shape, self._gave_up = None, False
-        if self.choice is not None:
-            self.choice.restart()
 
     def take_events(self, step: int = 0) -> list[Event]:
-        """What was captured, chosen, or failed to be captured since the last call, as events of this step."""
+        """What was captured or failed to be captured since the last call, as events of this step."""
         taken = [replace(event, step=step) for event in self._events]
         self._events.clear()
         return taken
@@ -333,13 +211,11 @@ class StepGraph:
     def run(
         self, batches: Sequence[MicroBatch], scale: Tensor, phase: Phase, progress: Progress | None = None
     ) -> Tensor:
-        """See StepExecutor. Only capturing waits for the device, and the choice once."""
-        uses_graph = self.choice is None or self.choice.uses_graph(batches)
+        """See StepExecutor. Only capturing waits for the device."""
         with_stats = any(s.enabled for s in self._stats)
         self._scale.copy_(scale)
-        if not uses_graph or not self._try_prepare(batches, with_stats):
-            with nullcontext() if uses_graph or self.choice is None else self.choice.measured():
-                return run_eager(self._model, batches, scale, self._precision, Single(), phase, progress)
+        if not self._try_prepare(batches, with_stats):
+            return run_eager(self._model, batches, scale, self._precision, Single(), phase, progress)
         assert self._shape is not None
         grads = self._grads[with_stats]
         total, stat_sums = torch.zeros_like(self._loss), None
@@ -366,12 +242,12 @@ class StepGraph:
 
         After a capture that CUDA itself aborted, PyTorch does not free what the capture had allocated.
         """
-        if self._gave_up:
+        if self._gave_up or (self._auto and batches[0].tokens.numel() > AUTO_GRAPH_TOKENS):
             return False
         try:
             self._prepare(batches, with_stats)
         except (TercetError, torch.OutOfMemoryError) as error:
-            if not self._may_fail:
+            if not self._auto:
                 raise
             failure = (str(error).strip().splitlines() or [type(error).__name__])[0]
         else:

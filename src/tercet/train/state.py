@@ -30,8 +30,7 @@ from tercet.parallel.strategy import Strategy
 from tercet.parse import one_line_errors
 from tercet.telemetry.events import StageStarted
 from tercet.train import checkpoint, manifest, resume
-from tercet.train.cuda_graph import CudaClock, GraphChoice, StepGraph
-from tercet.train.device import device_name
+from tercet.train.cuda_graph import StepGraph
 from tercet.train.optim import build_optimizer
 from tercet.train.step import NonFiniteGuard, StepResult
 
@@ -133,8 +132,6 @@ class TrainState:
             "interval": self.interval.state_dict(),
             "parent": self.parent,
             "graph_room": 0 if self.graph is None else self.graph.capacity,
-            # a copy: the next steps may decide while a background thread writes this
-            "graph_choices": dict(self.graph.choice.made) if self.graph and self.graph.choice else {},
             # The learning-rate schedule follows from config and step; it has no state.
             "config": config,
         }
@@ -162,9 +159,7 @@ def build_state(
     guard = NonFiniteGuard(device, config.train.max_skipped)
     state = TrainState(model, optimizer, guard, Interval(device), device)
     if use_graph:
-        auto = config.train.cuda_graph == "auto"
-        choice = GraphChoice(CudaClock(device), device_name(device)) if auto else None
-        state.graph = StepGraph(model, config.train.precision, may_fail=auto, choice=choice)
+        state.graph = StepGraph(model, config.train.precision, auto=config.train.cuda_graph == "auto")
     if start is not None:
         _load_checkpoint(state, start, strategy)
     elif config.train.init_from is not None:
@@ -320,10 +315,8 @@ def _load_checkpoint(state: TrainState, start: resume.FoundCheckpoint, strategy:
         state.cursor, state.parent = saved["data"], saved["parent"]
         state.guard.load_state_dict(saved["guard"])
         state.interval.load_state_dict(saved["interval"])
-        if state.graph is not None:  # both are missing in old checkpoints
+        if state.graph is not None:  # missing in old checkpoints
             state.graph.capacity = int(saved.get("graph_room", 0))
-            if state.graph.choice is not None:
-                state.graph.choice.made |= saved.get("graph_choices", {})
         if rank_file.exists():  # with more ranks than were saved, the new ones keep their seed
             restore_rng(manifest.read_json(rank_file)["state"]["rng"], state.device)
 

@@ -309,7 +309,7 @@ class Trainer:
             self._log_graph(state.graph)
 
     def _log_graph(self, graph: StepGraph) -> None:
-        """Log what was captured in this step, what train.cuda_graph=auto chose, and why it runs eagerly from now on."""
+        """Log what was captured in this step, or why it runs eagerly from now on."""
         for event in graph.take_events(self.state.step):
             self.log.emit(event)
             if isinstance(event, events.GraphCaptureFailed) and (halting := self.observer.halting):
