@@ -24,7 +24,7 @@ from tercet.telemetry.hardware import (
     measured_cpu_flops,
     peak_flops,
 )
-from tercet.telemetry.units import duration, plural, quantity, size
+from tercet.terminal import duration, plural, quantity, size
 
 
 @dataclass(frozen=True)

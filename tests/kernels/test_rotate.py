@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from kernels.conftest import INTERPRETING
 from kernels.offline import compiling
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels.rotate import rotate
+from tercet.attention.kernels.qkv_split import rotate
 from tercet.model import decode, rope
 from tercet.model.layers import BlockSparseAttention, NativeSparseAttention
 
@@ -47,7 +47,7 @@ def test_it_reads_parts_of_a_projection_and_rows_at_their_own_positions() -> Non
 @interpreted
 def test_it_runs_where_no_gradient_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr("tercet.attention.kernels.rotate.rotate", lambda x, *_: calls.append(x) or x)
+    monkeypatch.setattr("tercet.attention.kernels.qkv_split.rotate", lambda x, *_: calls.append(x) or x)
     x, cos_sin = torch.randn(1, 4, 2, 16), rope.Rotary(16).cos_sin(torch.arange(4))
     rope.rotate(x, cos_sin)
     assert not calls

@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 from tercet.attention import kernels
 from tercet.attention.config import NSAConfig
 from tercet.attention.kernels import table
+from tercet.attention.kernels.launch import describable
 from tercet.attention.kernels.ops import flat
-from tercet.attention.kernels.tma import describable
 
 
 @pytest.mark.parametrize("major", [0, 8, 9, 10, 12])

@@ -158,7 +158,7 @@ def test_projection_flops_match_the_matmuls_that_run(changes, monkeypatch):
     from torch.utils.flop_counter import FlopCounterMode
 
     # the counter's own global hooks would send φ through its linear layers one block at a time
-    monkeypatch.setattr("tercet.model.linear._has_any_global_hook", lambda: False)
+    monkeypatch.setattr("tercet.model.compression._has_any_global_hook", lambda: False)
 
     config, length = ModelConfig(**{**SIZES, **changes}), 48
     model = Transformer(config).eval()  # in training, a sample of queries is projected again to teach the selectors
@@ -185,7 +185,7 @@ def test_training_costs_three_forwards():
 def test_training_selectors_alone_costs_little_more_than_a_forward(changes, monkeypatch):
     from torch.utils.flop_counter import FlopCounterMode
 
-    monkeypatch.setattr("tercet.model.linear._has_any_global_hook", lambda: False)
+    monkeypatch.setattr("tercet.model.compression._has_any_global_hook", lambda: False)
     config, length = ModelConfig(**{**SIZES, "layers": 3, "selector": "learned", **changes}), 48
     model = Transformer(config)
     freeze_all_but_selectors(model)

@@ -12,7 +12,7 @@ import pytest
 from tercet.errors import UsageError
 from tercet.report import pages
 from tercet.report.commands import report
-from tercet.report.facts import key_figures
+from tercet.report.pages import key_figures
 from tercet.report.plots import VARIABLES, loss_limits
 from tercet.report.read import read_run
 from tercet.telemetry.sinks import summarise

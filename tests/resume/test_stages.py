@@ -17,7 +17,7 @@ from tercet.inference.load import load_model
 from tercet.interop.huggingface.export import as_transformers_model
 from tercet.model.cost import flops_per_token
 from tercet.parallel.strategy import Single
-from tercet.report.facts import key_figures
+from tercet.report.pages import key_figures
 from tercet.report.plots import loss_plot
 from tercet.report.read import read_run
 from tercet.report.verdict import record_gaps

@@ -19,7 +19,7 @@ from tercet.telemetry.event_log import EventLog, read_events, rewind
 from tercet.telemetry.events import Noted, StepLogged, Validated, decode, encode
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.sinks import TRAINING_COLUMNS, csv_sinks, summarise
-from tercet.telemetry.units import duration, quantity
+from tercet.terminal import duration, quantity
 
 
 def logged(step: int, loss: float = 0.1 + 0.2, rank: int = 0) -> StepLogged:

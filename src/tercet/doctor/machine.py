@@ -17,7 +17,7 @@ from pathlib import Path
 from tercet.config.schema import RunConfig
 from tercet.model.cost import parameters
 from tercet.telemetry.hardware import GIB, host_memory, peak_flops
-from tercet.telemetry.units import plural, size
+from tercet.terminal import plural, size
 
 OK, WARNING, FAILED, NOT_TESTED = "ok", "warning", "failed", "not tested"
 

@@ -15,7 +15,7 @@ from tercet.config.sections import ParallelConfig, resolved_precision
 from tercet.doctor.machine import NOT_TESTED, OK, WARNING, Finding
 from tercet.model import cost
 from tercet.telemetry.hardware import GIB, host_memory
-from tercet.telemetry.units import size
+from tercet.terminal import size
 
 _MODES = ("none", "selective", "full")
 _MAX_RANKS = 64

@@ -25,8 +25,7 @@ from tercet.inference.arguments import (
     stored_tokenizer,
     tokenize_prompts,
 )
-from tercet.telemetry.units import plural
-from tercet.terminal import Progress, printable
+from tercet.terminal import Progress, plural, printable
 
 if TYPE_CHECKING:
     from tercet.inference.generate import Generated, Timing

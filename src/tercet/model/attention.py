@@ -22,8 +22,7 @@ from tercet.attention.selector import Ranges, TokenScorer, own_scorer, slow_chan
 from tercet.attention.spec import AttentionSpec, check_exact_groups
 from tercet.model import decode
 from tercet.model.cache import Cache
-from tercet.model.compression import Compression, compress_keys_and_values
-from tercet.model.linear import are_plain
+from tercet.model.compression import Compression, are_plain, compress_keys_and_values
 from tercet.model.rope import CosSin, RopeCache, Rotary, rope_cache, rotate
 from tercet.model.selector import EVERY, BlockSelector, attach_loss, build_selector, mix_bits, sample_queries
 from tercet.model.stats import AttentionStats

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.layout import Packing, move_rows
 from tercet.attention.stages import compression_blocks
 from tercet.attention.tiling import compute_dtype
-from tercet.model.linear import are_plain
 
 KINDS = ("mlp", "mean")
 
@@ -129,3 +129,19 @@ def _sum(parts: list[Tensor]) -> Tensor:
     for part in parts[1:]:
         total = total + part
     return total
+
+
+def are_plain(*layers: nn.Module) -> bool:
+    """Whether these are bare linear layers, whose weights may be multiplied without calling them.
+
+    Adapters, subclasses, parametrizations (which create a subclass) and hooks, also global ones, only act through the
+    layer's call. FSDP2 wraps blocks, not the linear layers inside.
+    """
+    if _has_any_global_hook():
+        return False
+    for layer in layers:
+        if type(layer) is not nn.Linear:
+            return False
+        if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+            return False
+    return True

@@ -11,26 +11,30 @@ Axes: q [B, C, H, Dk]; keys [B, S, G, Dk].
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tercet.attention.config import BRANCHES
 from tercet.attention.dispatch import REQUESTED, cannot_run, why_not_triton
-from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting
+from tercet.attention.hardware import NO_TRITON, TRITON_INSTALLED, interpreting, kernels_run_on
 from tercet.attention.layout import Span
 from tercet.attention.operator import Attended, AttentionInputs, attend
 from tercet.attention.reference import count_keys
 from tercet.attention.selector import TokenScorer, pool_keys, take_channels
 from tercet.attention.spec import without_kernel
 from tercet.model.cache import Cache, HostLengths, NewTokens
-from tercet.model.compression import Compression, mean_keys
-from tercet.model.linear import project, project_together, split_outputs
+from tercet.model.compression import Compression, are_plain, mean_keys
 from tercet.model.rope import RopeCache, compressed_positions, rope_cache, rotate
 
 if TYPE_CHECKING:  # needs Triton
     from tercet.attention.kernels.decode import CompressionWeights, Heads, Held, Norms
+
+# Copies of a layer's weights that a cache may keep, so that its projections of a token are one product.
+_FUSED_BYTES = 8 << 20
 
 
 # ------------------------------------------------------------ new tokens after a cache
@@ -66,6 +70,30 @@ def projections(layer: Any, cache: Cache) -> tuple[nn.Linear, ...]:
     gate = () if layer.gate is None else (layer.gate.proj,)
     own = (layer.selector.q_proj, layer.selector.k_proj) if layer.selector is not None and cache.selector_size else ()
     return layer.q_proj, layer.kv_proj, *gate, *own
+
+
+def project_together(x: Tensor, cache: Cache, *layers: nn.Linear) -> Tensor | None:
+    """Outputs of small linear layers that read the same tokens, side by side, followed by padding: one product, since
+    each launch costs a small model more than its work does. None if they are large, not plain, or not on a GPU."""
+    if not kernels_run_on(x) or not are_plain(*layers):  # an adapter may have no weight
+        return None
+    if sum(layer.weight.numel() * layer.weight.element_size() for layer in layers) > _FUSED_BYTES:
+        return None
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else layers[0].weight.dtype
+    return F.linear(x, *cache.fused_weights(layers, dtype))
+
+
+def project(x: Tensor, cache: Cache, *layers: nn.Linear) -> tuple[Tensor, ...]:
+    """Outputs of linear layers that read the same tokens."""
+    y = project_together(x, cache, *layers)
+    return tuple(layer(x) for layer in layers) if y is None else split_outputs(y, layers)
+
+
+def split_outputs(y: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    """The outputs of layers from those of `project_together`."""
+    sizes = [layer.out_features for layer in layers]
+    return y.split([*sizes, y.shape[-1] - sum(sizes)], -1)[:-1]
 
 
 def _project_new(

@@ -159,6 +159,6 @@ def _in_one_launch(x: Tensor) -> bool:
 
 
 def _rotate_on_gpu(x: Tensor, cos_sin: CosSin) -> Tensor:
-    from tercet.attention.kernels.rotate import rotate as kernel
+    from tercet.attention.kernels.qkv_split import rotate as kernel
 
     return kernel(x, *cos_sin)

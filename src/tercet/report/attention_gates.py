@@ -13,7 +13,7 @@ from tercet.report.gates import Gate, Thresholds
 from tercet.report.read import Run, baseline_mismatch, with_defaults
 from tercet.telemetry.events import GraphCaptureFailed, HealthFired, SelectorsObserved
 from tercet.telemetry.health import FIXES
-from tercet.telemetry.units import plural
+from tercet.terminal import plural
 
 ON_CPU, NOT_ON_CPU = "ran on a CPU, where no GPU kernels run", "train on a GPU"
 STATE_A_TARGET = "state a target: --target-tokens-per-s"

@@ -20,7 +20,7 @@ from tercet.telemetry import events
 from tercet.telemetry.events import HealthFired
 from tercet.telemetry.health import FIXES
 from tercet.telemetry.sinks import data_wait_share, mean_of_last
-from tercet.telemetry.units import plural
+from tercet.terminal import plural
 from tercet.train import manifest
 
 GO, NO_GO, NOT_TESTED, NOT_APPLICABLE = "GO", "NO-GO", "NOT TESTED", "NOT APPLICABLE"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from tercet.errors import TercetError
 from tercet.report.read import Run
 from tercet.telemetry.events import CheckpointSaved, HealthFired, LayersObserved, SelectorsObserved, StepsSkipped
-from tercet.telemetry.units import plural, quantity
+from tercet.terminal import plural, quantity
 
 # Placeholder colours, replaced by variables of style.css after drawing.
 INK, MUTED, LINE = "#010102", "#010103", "#010104"

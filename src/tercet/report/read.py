@@ -38,7 +38,7 @@ from tercet.telemetry.events import (
 )
 from tercet.telemetry.health import HealthMonitor, health_findings
 from tercet.telemetry.sinks import route_totals
-from tercet.telemetry.units import plural
+from tercet.terminal import plural
 
 E = TypeVar("E", bound=Event)
 

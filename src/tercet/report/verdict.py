@@ -16,7 +16,7 @@ from tercet.report.gates import GO, NO_GO, NOT_APPLICABLE, NOT_TESTED, Gate, Thr
 from tercet.report.read import Run
 from tercet.telemetry.events import HealthFired, RunStarted
 from tercet.telemetry.sinks import mean_of_last
-from tercet.telemetry.units import plural
+from tercet.terminal import plural
 
 HEALTHY, UNHEALTHY, UNKNOWN = "healthy", "unhealthy", "unknown"
 # With fewer steps nobody can say whether the loss falls.

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, dataclass_transform
 from pydantic import TypeAdapter
 
 from tercet.parse import parse_json
-from tercet.telemetry.units import plural, quantity
+from tercet.terminal import plural, quantity
 
 KINDS: dict[str, type[Event]] = {}
 """Every event class by the `kind` of its lines."""

@@ -18,8 +18,7 @@ from rich.text import Text
 from tercet.telemetry import events
 from tercet.telemetry.event_log import is_disk_full
 from tercet.telemetry.events import Event, describe
-from tercet.telemetry.units import duration, gradient_norm, passes_of, quantity
-from tercet.terminal import printable
+from tercet.terminal import duration, gradient_norm, passes_of, printable, quantity
 
 HISTORY_LINES = 100  # of a whole run, above the live line
 MICRO_BATCHES_AFTER = 2.0  # seconds of a step, after which the live line counts micro-batches

@@ -26,7 +26,7 @@ from tercet.model.cost import parameters, selector_parameters
 from tercet.parallel.strategy import Strategy
 from tercet.telemetry.hardware import host_memory
 from tercet.telemetry.progress import Screen
-from tercet.telemetry.units import duration, passes_of, plural, quantity, size
+from tercet.terminal import duration, passes_of, plural, quantity, size
 from tercet.train import manifest
 from tercet.train.device import device_name
 from tercet.train.run_folder import RunFolder

@@ -15,7 +15,7 @@ import torch
 
 from tercet.errors import TercetError
 from tercet.telemetry.hardware import usable_cores
-from tercet.telemetry.units import plural
+from tercet.terminal import plural
 from tercet.version import __version__
 
 

@@ -34,7 +34,7 @@ from tercet.parse import describe, first_problem, parse_toml
 from tercet.telemetry.event_log import events_file, read_events
 from tercet.telemetry.events import RunStarted
 from tercet.telemetry.sinks import import_tensorboard, import_wandb
-from tercet.telemetry.units import plural
+from tercet.terminal import plural
 from tercet.train import manifest
 from tercet.train.manifest import CheckpointError, WrongCheckpoint
 from tercet.train.run_folder import RunFolder, locate

@@ -27,8 +27,8 @@ from tercet.telemetry.hardware import peak_flops
 from tercet.telemetry.observer import Observer
 from tercet.telemetry.progress import Screen
 from tercet.telemetry.sinks import summarise
-from tercet.telemetry.units import plural
 from tercet.telemetry.watchdog import Watchdog
+from tercet.terminal import plural
 from tercet.train import console
 from tercet.train.checkpoint import Checkpointer
 from tercet.train.cuda_graph import StepGraph

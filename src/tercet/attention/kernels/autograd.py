@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from tercet.attention.config import BRANCHES, NSAConfig
 from tercet.attention.first_order import first_order
 from tercet.attention.kernels import ops as bodies
-from tercet.attention.kernels.custom_op import must_dispatch
+from tercet.attention.kernels.launch import must_dispatch
 from tercet.attention.kernels.ops import GRADIENTS, TENSORS, Attended, Numbers, Tensors, gradients, run_stages, sizes_of
 from tercet.attention.kernels.selected.launch import Saved
 from tercet.attention.layout import KernelLayout, keep_selection

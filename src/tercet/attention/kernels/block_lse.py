@@ -22,8 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.first_order import first_order
-from tercet.attention.kernels.custom_op import operator
-from tercet.attention.kernels.launch import LOG2E, call, padded, power_of_2
+from tercet.attention.kernels.launch import LOG2E, call, operator, padded, power_of_2
 
 _BLOCKS, _RANGES = 16, 32  # most blocks per program, and how many programs share a document if they can have fewer
 _TILE = 64  # rows per program: queries times heads of a group

@@ -19,11 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels.launch import LOG2E, call, padded
+from tercet.attention.kernels.launch import LOG2E, call, descriptors, padded
 from tercet.attention.kernels.scores import SCRATCH_BYTES, WIDEST, choose
 from tercet.attention.kernels.table import Launch, triton_launch
 from tercet.attention.kernels.tiles import load_rows, load_tile
-from tercet.attention.kernels.tma import descriptors
 from tercet.attention.kernels.varlen import Documents, locate_queries
 
 

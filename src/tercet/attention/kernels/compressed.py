@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.kernels.combine import row_shape
-from tercet.attention.kernels.launch import LOG2E, call, padded, power_of_2
+from tercet.attention.kernels.launch import LOG2E, call, descriptors, padded, power_of_2
 from tercet.attention.kernels.table import Launch, gluon_launch, triton_launch
 from tercet.attention.kernels.tiles import (
     Branch,
@@ -25,7 +25,6 @@ from tercet.attention.kernels.tiles import (
     softmax_step,
     store_rows,
 )
-from tercet.attention.kernels.tma import descriptors
 from tercet.attention.kernels.varlen import Documents, locate, locate_queries, queries_of_keys, visible
 
 _PER_BATCH = ["docs", "length", "per_sequence", "first_query", "queries", "rows"]

@@ -11,10 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.config import NSAConfig
-from tercet.attention.kernels.launch import LOG2E, call, padded
+from tercet.attention.kernels.launch import LOG2E, call, descriptors, padded
 from tercet.attention.kernels.table import Launch, gluon_launch, triton_launch
 from tercet.attention.kernels.tiles import Branch, dq_step, in_window, load_tile, store_rows
-from tercet.attention.kernels.tma import descriptors
 from tercet.attention.kernels.varlen import Documents, locate_queries, visible
 from tercet.attention.kernels.window import window_tiles
 

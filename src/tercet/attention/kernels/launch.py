@@ -1,8 +1,15 @@
-"""Kernel launches that skip Triton's inspection of every argument.
+"""The host's side of kernels: launches, descriptors of tiles, custom ops.
 
-Triton inspects all arguments of a launch to find the compiled variant. With fifty arguments that takes 60 µs, more than
-the kernels themselves take on short sequences. Here the caller says what the variant depends on, and the variant is
-looked up by that.
+Launches skip Triton's inspection of every argument to find the compiled variant. With fifty arguments that takes 60 µs,
+more than the kernels themselves take on short sequences. Here the caller says what the variant depends on, and the
+variant is looked up by that.
+
+Custom ops without a gradient are registered in a way cheaper than torch.library.custom_op, which wraps each call in an
+autograd kernel and a check that results share no storage: 30 µs on the host, against 10 here. Without that check, ops
+must take care that no result shares memory with an argument or another result (tests/kernels/test_operators.py checks
+it). They are called under no_grad, or inside an autograd.Function that owns the gradient. Elsewhere they raise if an
+argument requires a gradient; PyTorch would only warn and drop it. The op itself checks this, since an autograd kernel
+would run on every call.
 """
 
 from __future__ import annotations
@@ -10,13 +17,16 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Hashable
+from functools import wraps
 from types import FunctionType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = 1.4426950408889634
 
@@ -137,3 +147,79 @@ def power_of_2(size: int) -> int:
 def padded(size: int) -> int:
     """The length of a vector in registers: the next power of two, at least what a matrix product takes."""
     return max(16, power_of_2(size))
+
+
+# Tensor descriptors for TMA, Hopper's copy engine; None where plain loads are needed.
+
+
+def descriptors(wanted: bool, rows: int, *tensors: Tensor) -> tuple:
+    """Descriptors of tiles of `rows` rows of one head, out of [B·T, heads·D]; Nones unless all tensors allow it."""
+    found = [_descriptor(x, rows) for x in tensors] if wanted else [None]
+    return (None,) * len(tensors) if any(x is None for x in found) else tuple(found)
+
+
+def describable(x: Tensor) -> bool:
+    """Whether TMA can load tiles of x: at least 16 numbers per head, heads adjacent, 16-byte strides."""
+    _, tokens, heads, size = x.shape
+    _, token, head, _ = x.stride()
+    if size < 16 or not tokens or (head != size and heads > 1):
+        return False
+    width = x.element_size()
+    return not (x.data_ptr() % 16 or token * width % 16 or head * width % 16)
+
+
+def _descriptor(x: Tensor, rows: int) -> TensorDescriptor | None:
+    if x.shape[-1] & (x.shape[-1] - 1) or not describable(x):
+        return None  # tiles of D columns, a power of two
+    batch, tokens, heads, size = x.shape
+    # Bypass __init__: its checks take most of 15 µs, and a training step of one layer makes 17 descriptors.
+    made = TensorDescriptor.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides = x, [batch * tokens, heads * size], [x.stride(1), 1]
+    made.block_shape = [rows, size]
+    return made
+
+
+# Custom ops
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_LIBRARY = torch.library.Library("tercet", "FRAGMENT")
+
+
+def operator(fake: Callable[..., Any], schema: str | None = None) -> Callable[[_Function], _Function]:
+    """Register a function that mutates none of its arguments as torch.ops.tercet.NAME.
+
+    fake: its fake implementation; schema: its arguments and results, by default those of its annotations.
+    """
+
+    def register(function: _Function) -> _Function:
+        name = function.__name__
+        arguments = schema or torch.library.infer_schema(function, mutates_args=())
+        _LIBRARY.define(name + arguments, tags=(torch.Tag.pt2_compliant_tag,))
+
+        @wraps(function)
+        def kernel(*arguments: Any) -> Any:
+            if torch.is_grad_enabled():
+                _check_no_gradients(name, arguments)
+            return function(*arguments)
+
+        _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"tercet::{name}", fake, lib=_LIBRARY)
+        return function
+
+    return register
+
+
+def must_dispatch() -> bool:
+    """Whether PyTorch must see the ops, because it traces the call or a dispatch mode is active. Otherwise a caller may
+    call their bodies, which takes less time."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def _check_no_gradients(name: str, arguments: tuple[Any, ...]) -> None:
+    for place, given in enumerate(arguments):
+        for x in given if isinstance(given, list | tuple) else (given,):
+            if isinstance(x, Tensor) and x.requires_grad:
+                raise RuntimeError(
+                    f"torch.ops.tercet.{name} has no gradient, and its argument {place} requires one: "
+                    "call the functions of tercet.attention, or use torch.no_grad()"
+                )

@@ -28,8 +28,8 @@ from tercet.attention.config import NSAConfig
 from tercet.attention.kernels import compressed, window
 from tercet.attention.kernels.block_scores import select_by_tokens
 from tercet.attention.kernels.combine import by_branch, combine, deltas, row_shape
-from tercet.attention.kernels.custom_op import operator
 from tercet.attention.kernels.dq import compressed_window_dq
+from tercet.attention.kernels.launch import operator
 from tercet.attention.kernels.replay import replayed
 from tercet.attention.kernels.scores import select
 from tercet.attention.kernels.selected.launch import Saved, selected_backward, selected_forward, selected_saved_like

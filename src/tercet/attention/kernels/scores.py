@@ -25,10 +25,9 @@ from torch import Tensor
 
 from tercet.attention.config import NSAConfig
 from tercet.attention.hardware import interpreting
-from tercet.attention.kernels.launch import LOG2E, call, padded, power_of_2
+from tercet.attention.kernels.launch import LOG2E, call, descriptors, padded, power_of_2
 from tercet.attention.kernels.table import Launch, gluon_launch, triton_launch
 from tercet.attention.kernels.tiles import load_tile
-from tercet.attention.kernels.tma import descriptors
 from tercet.attention.kernels.varlen import Documents, locate_queries, visible
 
 # One range of queries at 64k tokens and two KV heads, also packed: at the end of each range few programs run.

@@ -21,8 +21,7 @@ from torch import Tensor
 from tercet.attention.config import NSAConfig
 from tercet.attention.hardware import capability
 from tercet.attention.kernels import hopper
-from tercet.attention.kernels.launch import padded
-from tercet.attention.kernels.tma import describable
+from tercet.attention.kernels.launch import describable, padded
 
 
 @dataclass(frozen=True)

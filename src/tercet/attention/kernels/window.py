@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.attention.kernels.combine import row_shape
-from tercet.attention.kernels.launch import LOG2E, call, padded
+from tercet.attention.kernels.launch import LOG2E, call, descriptors, padded
 from tercet.attention.kernels.table import Launch, gluon_launch, triton_launch
 from tercet.attention.kernels.tiles import (
     Branch,
@@ -23,7 +23,6 @@ from tercet.attention.kernels.tiles import (
     softmax_step,
     store_rows,
 )
-from tercet.attention.kernels.tma import descriptors
 from tercet.attention.kernels.varlen import Documents, locate, locate_queries, queries_of_keys
 
 _PER_BATCH = ["docs", "length", "per_sequence", "first_query", "queries", "rows"]

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from tercet.attention.kernels import table
 from tercet.attention.kernels.combine import row_shape
-from tercet.attention.kernels.launch import LOG2E, launch, padded, power_of_2
+from tercet.attention.kernels.launch import LOG2E, descriptors, launch, padded, power_of_2
 from tercet.attention.kernels.selected import inverted_lists, kv_major, query_major, reduce
 from tercet.attention.kernels.selected.plan import Plan, make_plan
 from tercet.attention.kernels.table import Launch, SelectedSettings, gluon_launch, selected_settings
-from tercet.attention.kernels.tma import descriptors
 
 
 class Saved(NamedTuple):
