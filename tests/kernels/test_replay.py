@@ -1,11 +1,10 @@
-"""Tapes of calls, with kernels in Python: a replay computes what the function computes, and the operators launch the
-same kernels with the same arguments."""
+"""Tapes of calls, with kernels in Python: a replay computes what the function computes. The operator's replays:
+test_replay_interpreted.py"""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,14 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.offline import AbsentGPU
-from tercet.attention.config import NSAConfig
-from tercet.attention.kernels import launch, ops, replay, table
+from tercet.attention.kernels import launch, replay
 from tercet.attention.kernels.replay import replayed
-from tercet.attention.layout import Packing
 
 
 @pytest.fixture(autouse=True)
@@ -275,83 +271,3 @@ def test_a_profilers_hook_sees_every_launch(function: Any, monkeypatch: pytest.M
     monkeypatch.setattr(replay, "hooked", lambda: True)
     check(function, *pair(1))
     assert function.ran == 2
-
-
-# ------------------------------------------------------------ the operators
-
-
-class Recorded:
-    """Stands in for a compiled kernel: notes what it is launched with, apart from the tensors."""
-
-    function = packed_metadata = None
-    launches: list[tuple] = []  # noqa: RUF012
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.pointers: list[int] = []  # arguments that are tensors
-
-    def run(self, *args: Any) -> None:
-        self.note(args[:3], args[9:])
-
-    def note(self, grid: tuple[int, ...], args: tuple) -> None:
-        if not self.pointers:
-            self.pointers += (i for i, x in enumerate(args) if isinstance(x, Tensor))
-        numbers = [self.described(x) for i, x in enumerate(args) if i not in self.pointers]
-        given = [int(x) if isinstance(x, int) else x.data_ptr() for x in (args[i] for i in self.pointers)]
-        assert all(given)
-        self.launches.append((self.name, grid, numbers, len(given)))
-
-    def described(self, x: Any) -> Any:
-        return (x.shape, x.strides, x.block_shape) if hasattr(x, "block_shape") else x
-
-
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Recorded:
-        kernel = Recorded(self.fn.__name__)
-        kernel.note(grid, args)
-        return kernel
-
-    monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(table, "generation", lambda x: 9)
-    monkeypatch.setattr(Recorded, "launches", [])
-    selected = importlib.import_module("tercet.attention.kernels.selected.launch")
-    monkeypatch.setattr(selected, "_compiled", {})
-    monkeypatch.setattr(launch, "_VARIANTS", {})
-    return Recorded.launches
-
-
-@pytest.mark.parametrize("kind", ["plain", "packed", "scattered", "query range"])  # packed: not replayed
-def test_a_replayed_operator_launches_what_the_operator_launches(kind: str, recorded: list[tuple]) -> None:
-    config = NSAConfig()
-    T = 32768 if kind == "scattered" else 2048
-    Q = T // 2 if kind == "query range" else T
-    cu = torch.tensor([0, 700, T], dtype=torch.int32) if kind == "packed" else None
-    packing = None if cu is None else Packing(cu, T, T // 16, config)
-    ccu = None if packing is None else packing.compressed_cu_seqlens
-    numbers = ops.Numbers(ops.sizes_of(config), [T, *[T - Q] * 3] if Q < T else [], None)
-
-    def calls() -> None:
-        def new(tokens: int, heads: int, size: int = 64, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-            return torch.zeros(1, tokens, heads, size, dtype=dtype)
-
-        q, dout, gates = new(Q, 12), new(Q, 12), new(Q, 12, 3, torch.float32)
-        kc, vc = (new(T // 16 if cu is not None else config.num_compressed(T), 2) for _ in range(2))
-        ks, vs, kw, vw = (new(T, 2) for _ in range(4))
-        o_c, lse_c = ops.nsa_compressed(q, kc, vc, cu, ccu, *numbers)
-        blocks = ops.nsa_select(q, kc, lse_c, cu, ccu, *numbers)
-        x = ops.Tensors(q, kc, vc, ks, vs, kw, vw, gates, o_c, lse_c, blocks, cu, ccu)
-        out, o_s, lse_s, o_w, lse_w, saved = ops.attend(x, numbers)
-        kept = x._replace(o_s=o_s, lse_s=lse_s, o_w=o_w, lse_w=lse_w)
-        assert out.shape == o_s.shape
-        grads = ops.gradients(dout, kept, [s for s in saved if s is not None], numbers)
-        assert [g.shape for g in grads] == [y.shape for y in x[:8]]
-
-    calls()  # compiles and records
-    written = list(recorded)
-    assert len(written) >= 14
-    recorded.clear()
-    calls()
-    assert len(replay._tapes) == (0 if kind == "packed" else 4)
-    assert all(x is not None for x in replay._tapes.values())
-    assert recorded == written

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from cases import inputs
+from cases import Inputs, cu, inputs
 from tercet.attention import kernels
 from tercet.attention.config import NSAConfig
 from tercet.attention.kernels import launch, replay
+from tercet.attention.layout import WHOLE, Packing, Span, kernel_layout
 
 pytestmark = pytest.mark.interpreter
 
@@ -74,30 +76,41 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     replay.forget_tapes()
 
 
-@pytest.mark.parametrize("kind", ["all branches", "few blocks", "without compressed", "not contiguous"])
-def test_replayed_calls_have_the_bits_of_first_calls(kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    ["all branches", "few blocks", "without compressed", "not contiguous", "scattered", "query range", "packed"],
+)
+def test_replayed_calls_have_the_bits_of_first_calls(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     branches = ("selected", "window") if kind == "without compressed" else ("compressed", "selected", "window")
     tokens = 24 if kind == "few blocks" else 40  # few: all are selected, without scores
+    documents = (24, 16) if kind == "packed" else None
+    sizes = {"groups": 1, "per_group": 2, "key_size": 16, "value_size": 16}
     first, other = (
-        inputs(
-            CONFIG, tokens, groups=1, per_group=2, key_size=16, value_size=16, dtype=torch.float32, seed=seed
-        ).tensors()
-        for seed in (1, 2)
+        inputs(CONFIG, tokens, **sizes, dtype=torch.float32, documents=documents, seed=seed) for seed in (1, 2)
     )
+    packing = None if documents is None else Packing(cu(documents), tokens, first.kc.shape[1], CONFIG)
+    span = Span(20) if kind == "query range" else WHOLE
+    if kind == "query range":
+        first, other = (x.with_(q=x.q[:, 20:], gates=x.gates[:, 20:]) for x in (first, other))
+    if kind == "scattered":
+        selected = importlib.import_module("tercet.attention.kernels.selected.launch")
+        usual = selected.selected_settings
+        always = {"forward_limit": -1.0, "backward_limit": -1.0}
+        monkeypatch.setattr(selected, "selected_settings", lambda *sizes: replace(usual(*sizes), **always))
 
-    def call(tensors: list[Tensor]) -> list[Tensor]:
-        x = [t.detach().clone() for t in tensors]
+    def call(given: Inputs) -> list[Tensor]:
+        x = [t.detach().clone() for t in given.tensors()]
         if kind == "not contiguous":
             x = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in x]
         x = [t.requires_grad_() for t in x]
-        out, blocks = kernels.attend(*x, CONFIG, branches=branches)
+        out, blocks = kernels.attend(*x, CONFIG, kernel_layout(x[0], packing, span), branches)
         grads = torch.autograd.grad(out, x, torch.linspace(-1, 1, out.numel()).view_as(out), allow_unused=True)
         return [y for y in (out, blocks, *grads) if y is not None]
 
     wanted = call(other)
     replay.forget_tapes()
     call(first)
-    assert len(replay._tapes) == 2
+    assert len(replay._tapes) == (0 if kind == "packed" else 2)
     recorded = list(replay._tapes.values())
     assert None not in recorded
     found = call(other)
