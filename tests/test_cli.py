@@ -139,17 +139,6 @@ def test_presets_are_listed_with_a_sentence_each(capsys):
     assert set(re.findall(r"All but (\S+) and (\S+) stream FineWeb-Edu", footer)[0]) == local
 
 
-def test_config_show_gives_toml_with_origins(capsys):
-    import tomllib
-
-    code, out, _ = run(capsys, "config", "show", "--preset", "tiny", "--train.lr", "1e-4", "--log.no_tensorboard")
-    assert code == 0
-    assert "lr = 0.0001  # flag" in out
-    assert "tensorboard = false  # flag" in out
-    assert "dim = 128  # preset tiny" in out
-    assert tomllib.loads(out)["train"]["lr"] == 1e-4
-
-
 def test_config_show_prints_the_settings_of_a_run(capsys, tmp_path):
     loaded = load("tiny", flags={"train.lr": 0.5})
     write_config(loaded.config, loaded.origins, tmp_path)
@@ -186,14 +175,6 @@ def test_config_diff_names_what_differs(capsys, tmp_path):
     (tmp_path / "config.toml").write_text('preset = "m7c"\n')
     assert "are the same" in run(capsys, "config", "diff", "m7c", str(tmp_path))[1]
     assert "usage: tercet config diff A B" in run(capsys, "config", "diff", "--help")[1]
-
-
-def test_a_file_and_flags_complete_each_other(capsys, tmp_path):
-    file = tmp_path / "text.toml"
-    file.write_text('preset = "tiny"\n[data]\nsource = "text"\n')
-    code, out, _ = run(capsys, "config", "show", "--config", str(file), "--data.path", "a.txt", "b.txt")
-    assert code == 0
-    assert 'path = ["a.txt", "b.txt"]  # flag' in out
 
 
 def test_former_switches_in_the_environment_are_named_once(capsys, monkeypatch):

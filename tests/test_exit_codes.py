@@ -21,8 +21,6 @@ from tercet.train.hooks import rank_context
 from tercet.train.resume import find_start
 from tercet.train.run_folder import RunFolder
 
-DOCS = Path(__file__).parents[1] / "docs"
-
 
 @pytest.fixture(autouse=True)
 def a_folder_to_stand_in(tmp_path, monkeypatch):

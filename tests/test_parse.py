@@ -12,7 +12,7 @@ from tercet import cli
 from tercet.config.data import DataConfig
 from tercet.config.load import load, read_toml
 from tercet.data import shards
-from tercet.data.files import RecordFormat, jsonl_reader, parquet_reader
+from tercet.data.files import RecordFormat, parquet_reader
 from tercet.data.prepare import prepare
 from tercet.data.sources import open_stream
 from tercet.data.tokenizers import load_tokenizer
@@ -41,14 +41,6 @@ def test_json_files(read, value, tmp_path):
     with pytest.raises(TercetError, match=r"manifest\.json:? cannot be read \((nested|Exceeds)") as caught:
         read(path)
     assert "\n" not in str(caught.value)
-
-
-def test_json_lines(value, tmp_path):
-    path = tmp_path / "lines.jsonl"
-    path.write_text(f'{{"text": "a"}}\n{{"text": {value}}}\n{{"text": "b"}}\n')
-    first, bad, last = (record for _, record in jsonl_reader(RecordFormat())(path, 0))
-    assert (first.text, last.text) == (b"a", b"b")
-    assert "is not JSON" in str(bad)
 
 
 def test_an_event_is_skipped(value, tmp_path):
@@ -99,11 +91,6 @@ def test_control_characters_of_a_configuration(capsys, tmp_path):
         assert not {"\x1b", "\x9b"} & set(out)
     (tmp_path / "again.toml").write_text(out)
     assert load(file=tmp_path / "again.toml").config == load(file=tmp_path / "mine.toml").config
-
-
-def test_integers_of_flags(capsys):
-    for digits, said in ((30, "must fit in 64 bits"), (5000, "exceeded maximum size")):
-        assert said in one_line(capsys, "plan", "--preset", "tiny", "--train.steps", "9" * digits)
 
 
 def test_names_that_are_not_utf_8(capsys):

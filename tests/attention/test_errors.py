@@ -130,16 +130,6 @@ def test_malformed_cu_seqlens_are_always_rejected(bounds: object, word: str):
     refusal(lambda: attend(PACKED, CFG, cu_seqlens=bounds), "cu_seqlens", word)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_triton_without_a_device_is_rejected_with_the_reason():
-    refusal(lambda: attend(X, CFG, backend="cuda"), "cuda", "auto", "reference", "triton")
-    with pytest.raises((ValueError, RuntimeError)) as refused:
-        attend(X, CFG, backend="triton")
-    assert "\n" not in str(refused.value)
-    assert "triton" in str(refused.value)
-    assert "cpu" in str(refused.value).lower() or "cuda" in str(refused.value).lower()
-
-
 def test_a_document_longer_than_max_seqlen_is_rejected_on_the_cpu():
     documents = (9, 14, 7)
     x = inputs(CFG, 30, documents=documents)

@@ -6,7 +6,6 @@ import pytest
 
 from tercet import plan
 from tercet.config.load import dense_baseline, differences, load, preset_about, preset_names
-from tercet.data.tokenizers import load_tokenizer
 from tercet.errors import UsageError
 from tercet.model.cost import parameters
 from tercet.plan import Device, find_device, make_plan, render
@@ -119,12 +118,6 @@ def test_the_larger_presets_fit_as_they_are(name, smallest):
     for preset in (name, f"{name}-dense"):
         assert make_plan(load(preset).config, find_device("auto", smallest)).fits
         assert make_plan(load(preset, flags={"train.optimizer": "muon"}).config, find_device("auto", smallest)).fits
-
-
-def test_the_larger_presets_ask_for_a_tokenizer(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"tokenizer.json does not exist: give --data.tokenizer .*train-tokenizer"):
-        load_tokenizer(load("350m").config.data.tokenizer)
 
 
 @pytest.mark.parametrize(

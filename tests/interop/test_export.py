@@ -125,17 +125,6 @@ def test_transformers_generates_the_same_tokens(model, theirs):
         theirs.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False, use_cache=False)
 
 
-def test_padding_on_either_side_changes_nothing(model, theirs):
-    with torch.no_grad():
-        alone = [model(torch.tensor([prompt]))[0] for prompt in PROMPTS]
-        for side in ("left", "right"):
-            ids, mask = padded(PROMPTS, side)
-            for cache in (False, True):
-                logits = theirs(ids, attention_mask=mask, use_cache=cache).logits
-                for row, real, expected in zip(logits, mask.bool(), alone, strict=True):
-                    torch.testing.assert_close(row[real], expected, rtol=1e-4, atol=1e-4)
-
-
 def test_beams_are_the_same_with_and_without_cache(theirs):
     ids = torch.tensor(PROMPTS[2:])
     cached, plain = (

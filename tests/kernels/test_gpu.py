@@ -9,7 +9,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tercet
 from tercet.attention import kernels
@@ -187,51 +186,6 @@ def test_no_synchronisation(packed: bool) -> None:
         both(x, cu_seqlens=cu)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_a_cuda_graph_replays_the_same_bits() -> None:
-    x = leaves(Shape(2, 4096, 12, 2, 64))
-    dout = torch.randn(2, 4096, 12, 64, device="cuda", dtype=torch.bfloat16)
-    out, _, grads = both(x, dout)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        both(x, dout)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed, _, replayed_grads = both(x, dout)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(replayed, out)
-    assert all(torch.equal(p, q) for p, q in zip(replayed_grads, grads, strict=True))
-
-
-def test_compiled_whole_it_gives_the_same_bits() -> None:
-    x = leaves(Shape(1, 2048, 12, 2, 64))
-    dout = torch.randn(1, 2048, 12, 64, device="cuda", dtype=torch.bfloat16)
-    out, _, grads = both(x, dout)
-    compiled = torch.compile(call, fullgraph=True)(*x)
-    assert torch.equal(compiled, out)
-    assert all(torch.equal(p, q) for p, q in zip(torch.autograd.grad(compiled, x, dout), grads, strict=True))
-
-
-def test_checkpointing_keeps_the_selection() -> None:
-    x = leaves(Shape(1, 4096, 12, 2, 64))
-    dout = torch.randn(1, 4096, 12, 64, device="cuda", dtype=torch.bfloat16)
-    out, _, grads = both(x, dout)
-    ran: list[str] = []
-
-    def policy(ctx, op, *args, **kwargs):
-        if not ctx.is_recompute:
-            ran.append(str(op))
-        keep = op in (torch.ops.tercet.keep_selection.default, torch.ops.tercet.nsa_select.default)
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    again = checkpoint(call, *x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
-    assert "tercet.nsa_select.default" in ran
-    assert torch.equal(again, out)
-    assert all(torch.equal(p, q) for p, q in zip(torch.autograd.grad(again, x, dout), grads, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -35,23 +35,6 @@ def sample(tokens: int = 40):
     return inputs(CONFIG, tokens, groups=1, per_group=2, key_size=16, value_size=16, dtype=torch.float32)
 
 
-@pytest.mark.slow  # test_output.py compiles a layer
-def test_compiling_to_one_graph_changes_no_bit() -> None:
-    x = sample().leaves()
-
-    def call(*tensors: torch.Tensor) -> torch.Tensor:
-        return kernels.attend(*tensors, CONFIG)[0]
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    out, wanted = compiled(*x.tensors()), call(*x.tensors())
-    assert torch.equal(out, wanted)
-    dout = torch.randn_like(out)
-    for found, right in zip(
-        torch.autograd.grad(out, x.tensors(), dout), torch.autograd.grad(wanted, x.tensors(), dout), strict=True
-    ):
-        assert torch.equal(found, right)
-
-
 def test_a_dispatch_mode_sees_the_selection_and_changes_no_bit() -> None:
     x = sample().leaves()
     wanted = attend(x, CONFIG, "triton")

@@ -127,14 +127,6 @@ def test_token_ranges_of_a_query_range_sum_to_the_whole(poison):
     assert saved.decision.shape[1] >= 3
 
 
-def test_ranges_of_tokens_sum_to_the_whole():
-    """A few bytes per range: dk and dv are carried from range to range."""
-    settings = small(KV_MAJOR, range_bytes=1 << 13)
-    c = case([0, 20, 90], 2, 1, 16, 16, CONFIG, packed=True, seed=5)
-    _, saved = check(c, settings)
-    assert saved.decision.shape[1] >= 3
-
-
 @pytest.mark.parametrize("dkv_transposed", [True, False])
 def test_key_gradients_of_union_tiles_sum_over_ranges_and_pieces(dkv_transposed):
     """Lists longer than a segment, several ranges, in both orientations of the scores."""

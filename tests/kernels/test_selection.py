@@ -17,7 +17,7 @@ from tercet.attention.kernels.decode.scores import select_blocks as decode_selec
 from tercet.attention.kernels.launch import LOG2E
 from tercet.attention.kernels.scores import choose, largest, select
 from tercet.attention.kernels.varlen import Documents
-from tercet.attention.layout import KernelLayout, Packing, Span
+from tercet.attention.layout import Packing, Span
 
 pytestmark = pytest.mark.interpreter
 
@@ -79,24 +79,6 @@ def test_any_valid_sizes(changes: dict[str, int]) -> None:
     x = inputs(cfg, 83, groups=1, per_group=3, key_size=16, value_size=16, dtype=torch.float32)
     _, chosen = attend(*x.tensors(), cfg)
     assert wrong_sets(judge(x, cfg), chosen, 1e-6) == []
-
-
-def test_packed_documents_equal_documents_one_by_one() -> None:
-    cfg = config(select_count=3, select_local=1)
-    lengths = (35, 0, 3, 50)
-    x = inputs(cfg, 88, groups=1, per_group=1, key_size=16, value_size=16, documents=lengths, dtype=torch.float32)
-    bounds = cu(lengths)
-    layout = KernelLayout(bounds, compressed_cu_seqlens=cfg.compressed_cu_seqlens(bounds))
-    _, chosen = attend(*x.tensors(), cfg, layout, branches=("compressed",), select=True)
-    token = compressed = 0
-    for n in lengths:
-        m = cfg.num_compressed(n)
-        if n:
-            own, keys = slice(token, token + n), slice(compressed, compressed + m)
-            alone = x.map(lambda t: t[:, own]).with_(kc=x.kc[:, keys], vc=x.vc[:, keys])  # noqa: B023
-            _, expected = attend(*alone.tensors(), cfg, branches=("compressed",), select=True)
-            assert torch.equal(chosen[:, own], expected)
-        token, compressed = token + n, compressed + m
 
 
 def test_ranges_of_queries_and_rounds_of_blocks_change_nothing() -> None:

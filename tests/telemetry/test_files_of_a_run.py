@@ -28,15 +28,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory):
     return found
 
 
-def test_all_files_exist(finished):
-    names = {
-        "env.json", "training.csv", "val.csv", "heartbeat_rank0.jsonl", "dtypes_report.txt", "k_stats.csv",
-        "fallback_counters.csv", "mem_boot.json", "mem_step1.json", "opt_state_mb.txt",
-        "metrics.json", "checkpoints", "events_rank0.jsonl", "config.toml", "origins.json",
-    }  # fmt: skip
-    assert names <= {p.name for p in finished.folder.iterdir()}
-
-
 def test_layer_statistics_of_all_layers_at_every_log_line(finished):
     table = rows(finished.folder / "k_stats.csv")
     assert [(r["step"], r["layer"]) for r in table] == [(str(s), str(i)) for s in (2, 4, 6, 8, 10) for i in (0, 1)]
