@@ -36,10 +36,7 @@ def a_folder_to_stand_in(tmp_path, monkeypatch):
 
 
 WRONG = """
-trian                                                                     unknown command trian: did you mean train?
 config shwo  unknown command config shwo: did you mean show?
-train tiny  unexpected argument tiny: did you mean --preset tiny?
-train --preset m7c --model.kv_heads 5  heads=12 is not a multiple of kv_heads=5: pick one of 1, 2, 3
 plan --config nowhere.toml                                                config file nowhere.toml cannot be read
 train --preset tiny --data.source text --data.path nowhere --run.dir new  nowhere matches no file
 train --preset tiny --data.source shards --data.path empty --run.dir new  empty has no manifest.json

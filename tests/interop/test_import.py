@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 import tercet
 from inference.models import AS_M7C, trained
@@ -74,17 +74,6 @@ def losses(theirs, folder, length):
         return theirs(tokens, labels=tokens).loss.item(), (loss.total / loss.tokens).item()
 
 
-def test_a_dense_import_is_the_same_model(family, tmp_path):
-    theirs, folder = family
-    import_model(folder, tmp_path / "out", attention="dense")
-    assert load(file=tmp_path / "out" / "config.toml").config.run.name == "model-dense"
-    tokens = torch.randint(1, 99, (2, 100))
-    with torch.no_grad():
-        torch.testing.assert_close(
-            tercet.load_model(tmp_path / "out")(tokens), theirs(tokens).logits, rtol=1e-3, atol=1e-4
-        )
-
-
 def test_a_longer_context_scales_rope_as_transformers_does(tmp_path):
     short = dense_model(tmp_path / "dense", FAMILIES["llama"])
     context = short.config.max_position_embeddings
@@ -112,16 +101,6 @@ def test_layers_of_different_kinds_match_the_dense_loss_as_far_as_all_of_them_re
     assert abs(ours - dense) < 2e-5
     with pytest.raises(UsageError, match="attention='window,nsa' names 2 layers but layers=3"):
         import_model(tmp_path / "dense", tmp_path / "other", attention="window,nsa")
-
-
-def test_a_model_with_sliding_windows_becomes_one_with_window_attention(tmp_path):
-    theirs = dense_model(tmp_path / "dense", MistralConfig(**SIZES, sliding_window=16))
-    imported = import_model(tmp_path / "dense", tmp_path / "out", attention="window", nsa=replace(NSA, window=16))
-    assert imported.exact_length is None
-    dense, ours = losses(theirs, tmp_path / "out", 100)
-    assert abs(ours - dense) < 2e-5
-    with pytest.raises(TercetError, match=r"sliding_window=16 .*pass --attention window --nsa\.window 16"):
-        import_model(tmp_path / "dense", tmp_path / "other")
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
