@@ -202,6 +202,7 @@ def test_an_import_prints_what_sparsity_costs(tmp_path, capsys):
     output = capsys.readouterr()
     lines = output.out.splitlines()
     assert "no tokenizer.json" not in output.err
+    assert "comparing facts and loss, dense: text 1 of 4" in output.err
     at = next(i for i, line in enumerate(lines) if "facts" in line and "1,024 tokens" in line)
     dense, sparse = lines[at + 1 : at + 3]
     assert re.match(r"dense +\d of 4 +\d\.\d{3}$", dense)

@@ -68,7 +68,10 @@ def hf(
 
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
-    imported = import_model(source, out, **vars(options), seq_len=seq_len, extend=extend, seed=seed, check=check)
+    imported = import_model(
+        source, out, **vars(options), seq_len=seq_len, extend=extend, seed=seed, check=check,
+        progress=lambda text: print(text, file=sys.stderr, flush=True),
+    )  # fmt: skip
     if imported.restored:
         print("restored the settings that the model was exported with")
     for note in imported.notes:

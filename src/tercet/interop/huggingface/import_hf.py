@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +62,7 @@ def import_model(
     extend: int | None = None,
     seed: int = 1337,
     check: bool = True,
+    progress: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> Imported:
     """Import a dense model of one of dense_weights.FAMILIES, or a Tercet export, and write it to `out`.
@@ -69,11 +70,13 @@ def import_model(
     options: ImportOptions. attention is None for nsa or, if config.json has settings of Tercet, for those.
     extend: train at this length, with RoPE scaled to it. Comparisons are made before.
     check: compare a dense model's logits with those of transformers, and fail if they differ.
+    progress: called with what takes long, when it begins.
     """
     source, out = Path(source), Path(out)
     if source.suffix == ".gguf":
         with _unpacked(source) as folder:
-            return import_model(folder, out, seq_len=seq_len, extend=extend, seed=seed, check=check, **options)
+            options |= {"seq_len": seq_len, "extend": extend, "seed": seed, "check": check, "progress": progress}
+            return import_model(folder, out, **options)
     check_empty(out)
     hf_config, stored, chosen = read_json(source / CONFIG), read_weights(source), ImportOptions(**options)
     ours = hf_config.get("model_type") == "tercet"
@@ -105,10 +108,12 @@ def import_model(
     with atomic_folder(out) as folder:
         _write(source, folder, written, weights)
         if theirs is not None:
+            if check:
+                progress("comparing logits with transformers …")
             skipped = "not compared with transformers, as --no_check says"
             notes.append(_compare(source, theirs, folder, config, windows) if check else skipped)
         if check and theirs is not None and not config.spec("nsa").gated and (source / TOKENIZER).is_file():
-            notes += _compare_sparse(source, folder, run, windows)
+            notes += _compare_sparse(source, folder, run, windows, progress)
     return Imported(out, written, exact_length, restored, tuple(notes))
 
 
@@ -298,7 +303,9 @@ def _compare(
 
 
 @torch.no_grad()
-def _compare_sparse(source: Path, folder: Path, run: RunConfig, windows: Sequence[int | None]) -> list[str]:
+def _compare_sparse(
+    source: Path, folder: Path, run: RunConfig, windows: Sequence[int | None], progress: Callable[[str], None]
+) -> list[str]:
     """A table of what reading blocks costs: facts found in long texts and loss, of the dense and the sparse model."""
     config, gpu = run.model, torch.cuda.is_available()
     length = 2 * max(config.nsa.selected_tokens, config.dense_below)
@@ -322,7 +329,8 @@ def _compare_sparse(source: Path, folder: Path, run: RunConfig, windows: Sequenc
             sparse.load_state_dict(model.state_dict())
             model = sparse.eval()
         found, losses = 0, []
-        for document in documents:
+        for i, document in enumerate(documents):
+            progress(f"comparing facts and loss, {name}: text {i + 1} of {len(documents)} …")
             tokens = torch.tensor([document.tokens], device=model.embedding.weight.device)
             hidden, answer = model.hidden(tokens), slice(document.answer.start, document.answer.stop)
             guess = model.logits(hidden[:, answer.start - 1 : answer.stop - 1]).argmax(-1)
