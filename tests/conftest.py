@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from fork_server import ForkServer
+from parallel.world import Rows, sharing_environment
+from tercet.terminal import table
+
+WORDS = ("case", "on", "outcome", "worst", "seconds", "limit", "ranks", "equal", "steps")  # columns without a format
 
 # Processes that tests start use one thread too: the pytest workers already fill the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -46,15 +52,32 @@ def pytest_collection_finish() -> None:
 COUNTS = pytest.StashKey[list[str]]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--table", metavar="FILE", help="write the rows of `make test-multi-gpu` to FILE, as JSON")
+
+
 @pytest.fixture
 def matrix_counts(request: pytest.FixtureRequest) -> list[str]:
     """Lines that a long matrix prints at the end of the session: how much it tried, and what happened."""
     return request.config.stash.setdefault(COUNTS, [])
 
 
+@pytest.fixture
+def rows(record_property: Callable[[str, object], None]) -> Rows:
+    """Rows of the table at the end of the session; unlike `matrix_counts` they come from pytest-xdist's workers too."""
+    return Rows(record_property)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for line in terminalreporter.config.stash.get(COUNTS, []):
         terminalreporter.write_line(line)
+    reports = [r for name in ("passed", "failed") for r in terminalreporter.stats.get(name, [])]
+    rows = [json.loads(str(value)) for r in reports for name, value in r.user_properties if name == "row"]
+    if rows:
+        heads = {key: (key, "{:.2g}".format if key not in WORDS else str) for row in rows for key in row}
+        terminalreporter.write_line(table(rows, heads))
+    if path := terminalreporter.config.getoption("--table"):
+        Path(path).write_text(json.dumps(rows, indent=1))
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +94,20 @@ def fork_server() -> Iterator[ForkServer]:
     """Starts child processes without start-up time; shared by all tests that kill, freeze or launch processes."""
     with ForkServer() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def sharing_server() -> Iterator[ForkServer]:
+    """A fork server whose children may share GPUs over NCCL."""
+    with ForkServer(sharing_environment()) as server:
+        yield server
+
+
+@pytest.fixture
+def rank_server(backend: str, request: pytest.FixtureRequest) -> ForkServer:
+    """Starts ranks that communicate over `backend`."""
+    shared = backend == "nccl" and torch.cuda.device_count() < 4
+    return request.getfixturevalue("sharing_server" if shared else "fork_server")  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="session", params=["reference"])

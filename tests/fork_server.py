@@ -26,7 +26,7 @@ from tercet.config.schema import RunConfig
 class ForkServer:
     """Starts children on request. Those still alive at the end are killed."""
 
-    def __init__(self) -> None:
+    def __init__(self, env: dict[str, str] | None = None) -> None:
         self._outputs = tempfile.TemporaryDirectory()
         self._children = 0
         self._process = subprocess.Popen(
@@ -34,7 +34,9 @@ class ForkServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            # torch would ask CUDA for the number of GPUs, and no child could use CUDA then
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+                 **(env or {})},
         )
         self._read_reply()
 
@@ -184,6 +186,7 @@ def _serve() -> None:
     import tercet.cli
     import tercet.train.trainer  # noqa: F401
 
+    os.environ.pop("LD_PRELOAD", None)  # loaded: what children start does not need it
     print("{}", flush=True)
     running: set[int] = set()
     for line in sys.stdin:

@@ -16,14 +16,50 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
+
 import tercet
 from fork_server import Child, ForkServer
+from tercet.parallel.launch import NCCL_SHARES, nccl_version
 
 HERE = Path(__file__).parent
 RESULT = "RESULT "
+
+
+def over(ranks: int = 2) -> pytest.MarkDecorator:
+    """Run a test over NCCL on GPUs, which ranks share if there are too few, and over gloo on CPUs."""
+    gpus = [pytest.mark.gpu, pytest.mark.multi_gpu]
+    return pytest.mark.parametrize(
+        "backend", [pytest.param("nccl", marks=gpus), pytest.param("gloo", marks=pytest.mark.slow)]
+    )
+
+
+def sharing_environment() -> dict[str, str]:
+    """What ranks need in their environment to share a GPU over NCCL: a library that can, unless one is loaded."""
+    if nccl_version() >= NCCL_SHARES:
+        return {}
+    found = [path for folder in sys.path if (path := Path(folder) / "nvidia/nccl/lib/libnccl.so.2").exists()]
+    ask = "import ctypes, sys; n = ctypes.c_int(); ctypes.CDLL(sys.argv[1]).ncclGetVersion(ctypes.byref(n)); print(n.value)"
+    for path in found:
+        number = int(subprocess.run([sys.executable, "-c", ask, path], capture_output=True, text=True).stdout or 0)
+        if number >= NCCL_SHARES[0] * 10000 + NCCL_SHARES[1] * 100:
+            return {"LD_PRELOAD": str(path)}
+    pytest.fail("ranks share a GPU over NCCL 2.30 or newer: pip install --no-deps --target DIR nvidia-nccl-cu13, and "
+                "add DIR to PYTHONPATH", pytrace=False)  # fmt: skip
+
+
+class Rows:
+    """Rows of the table that a session prints at its end (tests/conftest.py)."""
+
+    def __init__(self, record: Callable[[str, object], None]) -> None:
+        self._record = record
+
+    def add(self, **row: Any) -> None:
+        self._record("row", json.dumps(row))
 
 
 def report(**values: Any) -> None:

@@ -11,20 +11,23 @@ import json
 import os
 import re
 import socket
+import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from tercet.errors import TercetError
+from tercet.errors import EXIT_FAILURE, TercetError
 from tercet.parallel.launch import World
+from tercet.terminal import printable
 
 HEARTBEAT_SECONDS = 1.0
+GRACE_SECONDS = 6.0  # for the main thread to raise once a failure is known
 # Errors of failed collectives that are not a DistError contain one of these.
 _COLLECTIVE_ERRORS = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
 _GONE = "is gone (killed, or out of memory: see dmesg)"
@@ -39,23 +42,36 @@ class PeerFailed(TercetError):
 
 
 class FailureMonitor:
-    """Publishes this rank's heartbeat; after a failed collective, finds the rank that caused it."""
+    """Publishes this rank's heartbeat, watches the next rank's, and names the rank that failed.
 
-    def __init__(self, world: World, status: Callable[[], tuple[int, str]]) -> None:
+    A rank that fails says why. One that is gone, or silent for `limit` seconds, is noticed by the rank before it, which
+    publishes the cause. The main thread then raises PeerFailed, if it can: in a collective over NCCL it waits for the
+    device, forever, and then the monitor's thread ends the process.
+    """
+
+    def __init__(self, world: World, status: Callable[[], tuple[int, str]], limit: float) -> None:
         """`status` returns this rank's step and activity."""
-        self._world, self.status = world, status
+        self._world, self.status, self._limit = world, status, limit
         self._rank, self._ranks = world.launch.rank, range(world.launch.world_size)
-        self._stop = threading.Event()
+        self._stop, self._explaining = threading.Event(), threading.Event()
+        self._cause: str | None = None
         self._count = 0
-        self._thread = threading.Thread(target=self._publish, name="beat", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
+        """At the end of a run that all ranks completed. Rank 0, which may hold the store, leaves last."""
         self._stop.set()
         self._thread.join(timeout=5)
+        with contextlib.suppress(dist.DistError, RuntimeError, OSError):
+            store = self._connect()
+            store.set(f"left/{self._rank}", "")
+            if self._rank == 0:
+                store.wait([f"left/{rank}" for rank in self._others], timedelta(seconds=min(self._limit, 30.0)))
 
     def explain(self, error: BaseException) -> BaseException:
         """The error to exit with: `error` if this rank caused it, else a PeerFailed that names the other rank."""
+        self._explaining.set()
         reported_elsewhere = False
         try:
             store = self._connect()
@@ -69,30 +85,64 @@ class FailureMonitor:
         except (dist.DistError, RuntimeError, OSError):
             if not _is_collective_error(error):
                 return error
-            # The store lives in torchrun's first agent, or in rank 0 if agents do not share theirs.
-            cause = f"{self._describe_silent(0, None)}, and with it the store that ranks communicate through"
+            cause = self._describe_lost_store()
         return self._peer_failed(cause, _summary(error), reported_elsewhere=reported_elsewhere)
 
-    def wait_for(self, done: Callable[[float], bool], limit: float) -> None:
-        """Wait until `done(seconds)`, which waits up to that long, is true. Raises PeerFailed if the heartbeat of
-        another rank stops for `limit` seconds: a slow disk does not stop it, a frozen process does."""
-        store: dist.Store | None = None
-        before: dict[int, Any] = {}
-        silent: Counter[int] = Counter()
+    def wait_for(self, done: Callable[[float], bool]) -> None:
+        """Wait until `done(seconds)`, which waits up to that long, is true. Raises PeerFailed once a rank has failed: a
+        slow disk does not stop its heartbeat, a frozen process does."""
+        while not done(HEARTBEAT_SECONDS):
+            if (cause := self._cause) is not None:
+                self._explaining.set()
+                raise self._peer_failed(cause, "its heartbeat", reported_elsewhere=self._reported_elsewhere())
+
+    def _run(self) -> None:
         try:
-            while not done(HEARTBEAT_SECONDS):
-                store = store or self._connect()
-                beats = self._read(store, "beat")
-                for rank in self._others:
-                    # Counted in polls, not by the clock, which runs on while this process itself is suspended.
-                    silent[rank] = silent[rank] + 1 if before.get(rank) == beats.get(rank) else 0
-                before = beats
-                if frozen := [r for r, polls in silent.items() if polls * HEARTBEAT_SECONDS >= limit]:
-                    cause = "; ".join(self._describe_silent(r, beats.get(r)) for r in frozen[:4])
-                    raise self._peer_failed(cause, f"{limit:g} s", reported_elsewhere=store.add("reported", 1) > 1)
-        except (dist.DistError, RuntimeError, OSError):  # without a store there are no heartbeats to read
-            while not done(HEARTBEAT_SECONDS):
-                pass
+            self._watch(self._connect())
+        except (dist.DistError, RuntimeError, OSError):
+            self._cause = self._describe_lost_store()
+        # The main thread raises, if it can. It may be in `explain`, which takes a few seconds.
+        for event in (self._explaining, self._stop):
+            for _ in range(int(GRACE_SECONDS / HEARTBEAT_SECONDS)):
+                if self._stop.wait(HEARTBEAT_SECONDS):
+                    return
+            if not event.is_set():
+                break
+        if not self._explaining.is_set() and not self._reported_elsewhere():
+            failure = self._peer_failed(self._cause or "", "a collective that never ended", reported_elsewhere=False)
+            print(f"error: {printable(str(failure))}", file=sys.stderr, flush=True)
+        os._exit(EXIT_FAILURE)
+
+    def _watch(self, store: dist.Store) -> None:
+        """Publish heartbeats and watch the next rank, until this rank leaves or a failure is known."""
+        watched = (self._rank + 1) % len(self._ranks)
+        beat, silent = None, 0
+        while not self._stop.is_set():
+            self._count += 1
+            step, activity = self.status()
+            store.set(f"beat/{self._rank}", json.dumps({"count": self._count, "step": step, "doing": activity}))
+            if store.check(["cause"]):
+                self._cause = store.get("cause").decode()
+                return
+            new = store.get(f"beat/{watched}") if store.check([f"beat/{watched}"]) else None
+            # Counted in polls, not by the clock, which runs on while this process itself is suspended.
+            silent, beat = silent + 1 if new == beat else 0, new
+            gone = silent > 1 and self._process_state(watched) == _GONE
+            frozen = beat is not None and silent * HEARTBEAT_SECONDS >= self._limit
+            if (gone or frozen or store.check([f"failed/{watched}"])) and not store.check([f"left/{watched}"]):
+                store.set("cause", self._find_cause(store))
+                continue
+            self._stop.wait(HEARTBEAT_SECONDS)
+
+    def _reported_elsewhere(self) -> bool:
+        try:
+            return self._connect().add("reported", 1) > 1
+        except (dist.DistError, RuntimeError, OSError):
+            return False
+
+    def _describe_lost_store(self) -> str:
+        # The store lives in torchrun's first agent, or in rank 0 if agents do not share theirs.
+        return f"{self._describe_silent(0, None)}, and with it the store that ranks communicate through"
 
     @property
     def _others(self) -> list[int]:
@@ -101,23 +151,25 @@ class FailureMonitor:
     def _peer_failed(self, cause: str, waited: str, *, reported_elsewhere: bool) -> PeerFailed:
         step, activity = self.status()
         own = f"rank {self._rank} waited for it in step {step} ({activity}: {waited})"
-        return PeerFailed(f"{cause}; {own}; all ranks stop", reported_elsewhere=reported_elsewhere)
+        record = self._flight_record()
+        return PeerFailed(f"{cause}; {own}{record}; all ranks stop", reported_elsewhere=reported_elsewhere)
+
+    def _flight_record(self) -> str:
+        """Write NCCL's last collectives where its watchdog would; in a thread, because NCCL itself may hang."""
+        path = Path(f"{os.environ.get('TORCH_FR_DUMP_TEMP_FILE', '')}{self._rank}")
+        dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+        if dump is None or not self._world.nccl:
+            return ""
+        writer = threading.Thread(target=lambda: path.write_bytes(dump()), name="flight record", daemon=True)
+        writer.start()
+        writer.join(timeout=3)
+        return f" (its last collectives: {path})" if path.exists() else ""
 
     def _connect(self) -> dist.Store:
         """A new connection: a wait on a shared one would block the heartbeat."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10), wait_for_workers=False)
         return dist.PrefixStore(f"tercet/{self._world.id}", store)
-
-    def _publish(self) -> None:
-        with contextlib.suppress(dist.DistError, RuntimeError, OSError):
-            store = self._connect()
-            while not self._stop.is_set():
-                self._count += 1
-                step, activity = self.status()
-                beat = {"count": self._count, "step": step, "doing": activity}
-                store.set(f"beat/{self._rank}", json.dumps(beat))
-                self._stop.wait(HEARTBEAT_SECONDS)
 
     def _find_cause(self, store: dist.Store) -> str:
         """A rank that failed with its own error, else those whose heartbeat stopped, else the one furthest behind."""

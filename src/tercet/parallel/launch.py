@@ -6,6 +6,8 @@ disagree does not fail: it hangs.
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import json
 import os
 import platform
@@ -16,6 +18,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,9 @@ from tercet.parse import launch_number
 from tercet.version import __version__
 
 FIRST_STEP_SECONDS = 1800  # for other ranks: compilation and loading may take unequal times
+NCCL_SHARES = (2, 30)  # the first NCCL that lets several ranks use one GPU, on request
+# NCCL's watchdog ends a process without saying which rank is to blame: the failure monitor comes first.
+_WATCHDOG_LATER = 30
 _FOLDER_KEY = "tercet/run_folder"
 
 
@@ -98,7 +104,12 @@ def check_launch(parallel: ParallelConfig, launch: Launch, device: str, gpus: in
     if parallel.share_gpus and launch.local_world_size <= gpus:
         raise WrongLaunch(f"parallel.share_gpus=true with {counts}: every rank has its own GPU, drop the flag")
     if parallel.share_gpus:
-        return [f"{counts} share GPUs (parallel.share_gpus): all communication goes through the host and is slow"]
+        how = f"over NCCL {_dotted(nccl_version())}, and their speed means nothing"
+        if backend_of(parallel, device) == "gloo":
+            how = f"through the host (gloo), which is slow; NCCL {_dotted(NCCL_SHARES)} or newer could share"
+        return [f"{counts} share GPUs (parallel.share_gpus): they communicate {how}"]
+    if launch.world_size > 1 and not dist.is_nccl_available():
+        raise WrongLaunch(f"several GPUs communicate over NCCL, and torch {torch.__version__} was built without it")
     if launch.world_size > 1 or gpus < 2 or parallel.allow_single_rank:
         return []
     problem = f"this machine has {gpus} GPUs but one process was started: {gpus - 1} would be idle"
@@ -116,7 +127,23 @@ def torchrun_command(ranks: int, local_ranks: int, strategy: str) -> str:
 
 
 def backend_of(parallel: ParallelConfig, device: str) -> str:
-    return "nccl" if device == "cuda" and not parallel.share_gpus else "gloo"
+    shared = parallel.share_gpus and nccl_version() < NCCL_SHARES
+    return "gloo" if device != "cuda" or shared else "nccl"
+
+
+@cache
+def nccl_version() -> tuple[int, ...]:
+    """Of the loaded library: torch.cuda.nccl.version() is the one that torch was built with."""
+    try:
+        library, number = ctypes.CDLL("libnccl.so.2", os.RTLD_NOLOAD | os.RTLD_NOW), ctypes.c_int()
+        library.ncclGetVersion(ctypes.byref(number))
+    except OSError:  # torch holds NCCL itself, or has none
+        return torch.cuda.nccl.version()[:3] if dist.is_nccl_available() else (0,)
+    return number.value // 10000, number.value // 100 % 100, number.value % 100
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 @dataclass
@@ -130,11 +157,14 @@ class World:
     checkpoint: dist.ProcessGroup  # for the saving thread only
     folder: str  # of the run
     members: list[dict[str, Any]]  # every rank's description of itself, by rank
+    nccl: bool = False
 
     def set_timeout(self, seconds: float) -> None:
-        """Timeout of training and control collectives from now on."""
-        for group in (dist.group.WORLD, self.control):
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        """Timeout of training and control collectives from now on, in all groups made so far."""
+        for group in dist.distributed_c10d._world.pg_map:
+            if group is not self.checkpoint:
+                later = _WATCHDOG_LATER if self.nccl and group is not self.control else 0
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds + later), group)
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -148,7 +178,8 @@ def join(
 
     Rank 0 calls `folder` for the run folder, with the folder of an earlier attempt under the same torchrun, if any.
     """
-    member = _describe(launch, device, config)
+    nccl = backend_of(parallel, device.type) == "nccl"
+    member = _describe(launch, device, config, own_gpu=nccl and not parallel.share_gpus)
     restart = f", restart {launch.restarts}" if launch.restarts else ""
     _say(
         f"rank {launch.rank} of {launch.world_size} (local rank {launch.local_rank}) on {member['host']}, "
@@ -178,14 +209,15 @@ def join(
     if launch.on_one_machine:
         _use_loopback()
     first_step = timedelta(seconds=max(parallel.timeout_seconds, FIRST_STEP_SECONDS))
-    nccl = device.type == "cuda" and backend_of(parallel, "cuda") == "nccl"
+    if nccl and parallel.share_gpus:
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if nccl else "gloo", store=dist.PrefixStore(f"tercet/{verdict['call']}/group", store),
         rank=launch.rank, world_size=launch.world_size, timeout=first_step, device_id=device if nccl else None,
     )  # fmt: skip
     control: Any = dist.new_group(backend="gloo", timeout=first_step)
     checkpoint: Any = dist.new_group(backend="gloo", timeout=first_step)
-    return World(launch, device, verdict["call"], control, checkpoint, verdict["folder"], verdict["members"])
+    return World(launch, device, verdict["call"], control, checkpoint, verdict["folder"], verdict["members"], nccl)
 
 
 def _flight_recorder(run: Path, start: str) -> dict[str, str]:
@@ -226,16 +258,23 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _describe(launch: Launch, device: torch.device, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a rank publishes about itself."""
+def _describe(launch: Launch, device: torch.device, config: Mapping[str, Any], *, own_gpu: bool) -> dict[str, Any]:
+    """What a rank publishes about itself. `own_gpu`: no other rank may use its GPU."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    code = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        code.update(path.read_bytes())
+    versions = {"tercet": f"{__version__} (code {code.hexdigest()[:8]})", "torch": torch.__version__}
+    if device.type == "cuda":
+        versions["nccl"] = _dotted(nccl_version())
     return {
         **asdict(launch),
         "name": uuid.uuid4().hex,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "device": f"{device} ({name})" if device.type == "cuda" else name,
-        "versions": {"tercet": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "gpu": str(torch.cuda.get_device_properties(device).uuid) if own_gpu else None,
+        "versions": versions | {"python": platform.python_version(), "device": name},
         "config": dict(config),
     }
 
@@ -312,9 +351,16 @@ def disagreement(members: Mapping[int, Mapping[str, Any]]) -> str | None:
             return f"rank {rank} was started with {other['world_size']} ranks and rank 0 with {first['world_size']}"
         for name, version in first["versions"].items():
             if other["versions"].get(name) != version:
+                fix = "use equal devices" if name == "device" else "install the same version"
                 return (
                     f"rank {rank} on {other['host']} has {name} {other['versions'].get(name)} and rank 0 on "
-                    f"{first['host']} {version}: install the same version everywhere"
+                    f"{first['host']} {version}: {fix} everywhere"
+                )
+        for earlier in range(rank):
+            if other.get("gpu") and all(other[key] == members[earlier][key] for key in ("host", "gpu")):
+                return (
+                    f"ranks {earlier} and {rank} on {other['host']} use the same GPU, {other['device']}: "
+                    "let CUDA_VISIBLE_DEVICES name one GPU per rank"
                 )
         mine, theirs = first["config"], other["config"]
         keys = [k for k in sorted({*mine, *theirs}) if mine.get(k) != theirs.get(k)]

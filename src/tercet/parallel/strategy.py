@@ -26,7 +26,7 @@ from tercet.config.sections import ParallelConfig, TrainConfig, resolved_precisi
 from tercet.errors import TercetError, UsageError
 from tercet.parallel.context import apply_context_parallelism, shard_sequence
 from tercet.parallel.failure import FailureMonitor, PeerFailed
-from tercet.parallel.launch import World, backend_of
+from tercet.parallel.launch import FIRST_STEP_SECONDS, World, backend_of
 
 T = TypeVar("T")
 
@@ -106,7 +106,7 @@ class Distributed(Strategy):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.data_rank, self.data_ranks = self.rank // parallel.context, parallel.data_ranks
         self.checkpoint_group = world.checkpoint
-        self._monitor = FailureMonitor(world, lambda: (0, "starting"))
+        self._monitor = FailureMonitor(world, lambda: (0, "starting"), parallel.timeout_seconds)
         self._nsa: NSAConfig | None = None
         self._context: dist.ProcessGroup | None = None
         if parallel.context > 1:
@@ -117,7 +117,9 @@ class Distributed(Strategy):
         self._nsa = model.config.nsa  # type: ignore[assignment, union-attr]
         if self._context is not None:
             apply_context_parallelism(model)
-        return self._wrap(model)
+        model = self._wrap(model)
+        self.world.set_timeout(FIRST_STEP_SECONDS)  # of the groups made on the way too
+        return model
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         raise NotImplementedError
@@ -165,7 +167,7 @@ class Distributed(Strategy):
         self._monitor.status = status
 
     def wait_for(self, done: Callable[[float], bool]) -> None:
-        self._monitor.wait_for(done, self.parallel.timeout_seconds)
+        self._monitor.wait_for(done)
 
     def explain(self, error: BaseException) -> BaseException:
         return error if isinstance(error, PeerFailed) else self._monitor.explain(error)
