@@ -72,13 +72,14 @@ GPU_WORKERS ?= 8
 GPU_PARALLEL := $(if $(filter-out 0,$(GPU_WORKERS)),-n $(GPU_WORKERS) --dist worksteal)
 GPU_TEST     := PYTHONPATH=src:$$PYTHONPATH TORCHINDUCTOR_COMPILE_THREADS=2 $(GPU_PYTHON) -m pytest
 test-gpu:
-	$(GPU_TEST) $(GPU_PARALLEL) -m "gpu and not serial" tests
-	$(GPU_TEST) -m "gpu and serial" tests
+	$(GPU_TEST) $(GPU_PARALLEL) -m "gpu and not serial and not multi_gpu" tests
+	$(GPU_TEST) -m "gpu and serial and not multi_gpu" tests
 
-# On a machine with two or more GPUs, over NCCL: every strategy against one process, a killed rank, resuming.
-# The same tests run over gloo, on CPUs, in `make test-slow`.
+# Several ranks over NCCL: every strategy against one process, saves, failures, overlap. Any number of GPUs: ranks share
+# them if there are too few, which needs NCCL 2.30 (the tests say how to install it).
+# Most of these tests run over gloo, on CPUs, in `make test-slow`.
 test-multi-gpu:
-	$(GPU_TEST) -m multi_gpu tests/parallel
+	$(GPU_TEST) $(GPU_PARALLEL) -m multi_gpu tests/parallel
 
 # Sizes of the tree, to keep them in view.
 count: setup

@@ -14,10 +14,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from fork_server import ForkServer
-from parallel.world import Rows, sharing_environment
+from parallel.world import GPUS, Rows, sharing_environment
 from tercet.terminal import table
 
-WORDS = ("case", "on", "outcome", "worst", "seconds", "limit", "ranks", "equal", "steps")  # columns without a format
+WORDS = ("case", "on", "outcome", "worst", "seconds", "limit", "ranks", "equal", "routes")  # columns without a format
 
 # Processes that tests start use one thread too: the pytest workers already fill the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
     if not torch.cuda.is_available():
         for item in items:
-            if item.get_closest_marker("gpu"):
+            if item.get_closest_marker("gpu") and not item.get_closest_marker("multi_gpu"):  # which fail instead
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
@@ -106,7 +106,7 @@ def sharing_server() -> Iterator[ForkServer]:
 @pytest.fixture
 def rank_server(backend: str, request: pytest.FixtureRequest) -> ForkServer:
     """Starts ranks that communicate over `backend`."""
-    shared = backend == "nccl" and torch.cuda.device_count() < 4
+    shared = backend == "nccl" and GPUS < 4
     return request.getfixturevalue("sharing_server" if shared else "fork_server")  # type: ignore[no-any-return]
 
 

@@ -35,8 +35,13 @@ class ForkServer:
             stdout=subprocess.PIPE,
             text=True,
             # torch would ask CUDA for the number of GPUs, and no child could use CUDA then
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-                 **(env or {})},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONUNBUFFERED": "1",
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+                **(env or {}),
+            },
         )
         self._read_reply()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import os
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel.world import report
+from parallel.world import GPUS, report
 from runs import GPU_SIZES, small
 from tercet.data.loader import build_loader
 from tercet.parallel.launch import Launch, join
@@ -54,17 +55,34 @@ CASES: dict[str, tuple[dict[str, Any], str, int]] = {
     "hsdp": ({"strategy": "hsdp", "shard_ranks": 2}, "full", 3),
     "hsdp, plain": ({"strategy": "hsdp", "shard_ranks": 2}, "none", 1),
     "cp with data": ({"strategy": "cp", "context_ranks": 2}, "none", 1),
+    "cp with data, muon": ({"strategy": "cp", "context_ranks": 2, "optimizer": "muon"}, "none", 1),
 }  # fmt: skip
+# Forms of attention besides NSA with its three branches.
+# at the usual init_std teacher and student are uniform, and the gradient is what rounding leaves of it
+LEARNED = {
+    "model__selector": "learned",
+    "model__selector_rotary": 8,
+    "train__selector__every": 8,
+    "model__init_std": 0.3,
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "two-branch": {"model__branches": ("selected", "window"), **LEARNED},
+    "own": {"model__gate": "none", "model__selector": "own"},
+    "learned": {"model__gate": "none", **LEARNED},
+    "dense": {"model__attention": "dense"},
+}
+for _strategy in ("ddp", "fsdp", "cp"):
+    for _form in FORMS:
+        CASES[f"{_strategy}, form {_form}"] = ({"strategy": _strategy, "form": _form}, "none", 1)
+    CASES[f"{_strategy}, compiled"] = ({"strategy": _strategy, "compile": True}, "none", 1)
 for _strategy in ("ddp", "fsdp", "cp"):
     for _mode in ("none", "selective", "full"):
         for _accumulation in (1, 3):
             CASES[f"{_strategy} {_mode} {_accumulation}"] = ({"strategy": _strategy}, _mode, _accumulation)
 
 
-# Over gloo, ranks may share a GPU; over NCCL each has its own. On a GPU the model has sizes that the kernels support.
-NCCL = "--nccl" in sys.argv
-GPU = int(os.environ.get("LOCAL_RANK", "0")) if NCCL else 0
-DEVICE = torch.device("cuda", GPU) if "--cuda" in sys.argv else torch.device("cpu")
+# On a GPU the model has sizes that the kernels support.
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % GPUS) if "--cuda" in sys.argv else torch.device("cpu")
 LENGTH = 512 if DEVICE.type == "cuda" else 64
 
 
@@ -99,8 +117,13 @@ def run_cases() -> int:
                 single = as_single(config)
                 key = single.model_dump_json()
                 expected = expectations[key] = expectations.get(key) or run(single, Single(), steps)
+            dist.barrier(group=world.control)
             alone = time.monotonic() - began
-            got = run(config, build_strategy(config.parallel, config.train, world), steps)
+            strategy = build_strategy(config.parallel, config.train, world)
+            got = run(config, strategy, steps)
+            strategy._monitor.close()
+            sums: list[Any] = [None] * launch.world_size
+            dist.all_gather_object(sums, digest(got["parameters"]), group=world.control)
             result = compare(got, expected) if expected is not None else {}
         except Exception:  # report it and continue with the other cases
             traceback.print_exc()
@@ -108,7 +131,7 @@ def run_cases() -> int:
             continue
         if launch.rank == 0:
             seconds = {"alone_s": round(alone, 1), "together_s": round(time.monotonic() - began - alone, 1)}
-            report(case=name, routes=got["routes"], **result, **seconds)
+            report(case=name, routes=got["routes"], equal=len(set(sums)) == 1, **result, **seconds)
     world.close()
     return failed
 
@@ -118,23 +141,20 @@ def configure(name: str, steps: int, ranks: int):  # type: ignore[no-untyped-def
     settings = dict(settings)
     precision, cross = settings.pop("precision", "fp32"), settings.pop("cross_document", False)
     attention, tie = "nsa,window,dense,nsa" if settings.pop("mixed", False) else "nsa", settings.pop("tie", True)
-    if kind := settings.pop("selector", None):
-        # at the usual init_std teacher and student are uniform, and the gradient is what rounding leaves of it
-        selector = {"model__selector": "learned", "model__selector_rotary": 8, "train__selector__every": 8,
-                    "model__init_std": 0.3, "train__selector__only": kind == "only"}  # fmt: skip
-    else:
-        selector = {}
+    kind = settings.pop("selector", None)
+    selector = {**LEARNED, "train__selector__only": kind == "only"} if kind else {}
+    form, compiled = FORMS.get(settings.pop("form", ""), {}), settings.pop("compile", False)
     optimizer = settings.pop("optimizer", "adamw")
     context = settings.get("context_ranks", ranks) if settings["strategy"] == "cp" else 1
     parallel = {f"parallel__{key}": value for key, value in settings.items()}
-    on_gpu = {**GPU_SIZES, "parallel__share_gpus": not NCCL} if DEVICE.type == "cuda" else {}
+    on_gpu = {**GPU_SIZES, "parallel__share_gpus": ranks > GPUS} if DEVICE.type == "cuda" else {}
     return small(
         **parallel,
         **on_gpu,
         **selector,
+        **{"model__attention": attention, **form},
         parallel__world_size=ranks,
         model__layers=4 if attention != "nsa" else 3,
-        model__attention=attention,
         model__tie_embeddings=tie,
         train__activation_checkpointing=mode,
         train__tokens_per_step=2 * LENGTH * accumulation * ranks // context,
@@ -145,7 +165,7 @@ def configure(name: str, steps: int, ranks: int):  # type: ignore[no-untyped-def
         # At the kernels' sizes training is unstable at 1e-2: weights that differ in the last bit end 2e-3 apart after
         # 20 steps even in one process, so no tolerance on the losses would mean anything.
         train__lr=3e-3 if DEVICE.type == "cuda" else 1e-2,
-        train__compile="off",
+        train__compile="on" if compiled else "off",
         data__source="text",
         data__path=str(Path(__file__).parent / "*.py"),
         data__cross_document_attention=cross,
@@ -184,10 +204,10 @@ def run(config, strategy, steps: int) -> dict[str, Any]:  # type: ignore[no-unty
                 assert (p.grad is not None) == p.requires_grad, name
                 if p.grad is None:
                     continue
-                gradients[name] = (whole(p.grad) if isinstance(p.grad, DTensor) else p.grad).detach().clone()
+                gradients[name] = whole(p.grad).detach().clone()
 
     state.optimizer.register_step_pre_hook(keep)
-    losses, norms = [], []
+    losses, norms, stats = [], [], []
     with build_loader(
         config.data,
         seed=config.run.seed,
@@ -204,17 +224,31 @@ def run(config, strategy, steps: int) -> dict[str, Any]:  # type: ignore[no-unty
             )  # fmt: skip
             losses.append(result.loss.item())
             norms.append(result.grad_norm.item())
-            if step == 1:
+            if step == 1 and nsa:
                 sums = strategy.all_sum(torch.stack([layer.stats.sums(device) for layer in nsa]))
                 stats = [layer.stats.means(row) for layer, row in zip(nsa, sums.tolist(), strict=True)]
                 for layer in nsa:
                     layer.stats.enabled = False
     routes = sorted({str(route) for layer in nsa for route in layer.routes.values()})
-    return {"routes": routes, "losses": losses, "norms": norms, "gradients": gradients, "stats": stats}
+    parameters = {name: whole(p).detach().cpu() for name, p in unwrapped(state.model).named_parameters()}
+    return {
+        "parameters": parameters,
+        "routes": routes,
+        "losses": losses,
+        "norms": norms,
+        "gradients": gradients,
+        "stats": stats,
+    }
 
 
-def whole(sharded: DTensor) -> torch.Tensor:
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors.values())).hexdigest()
+
+
+def whole(sharded: torch.Tensor) -> torch.Tensor:
     """The full tensor, gathered on the host: full_tensor() of GPU shards segfaults under gloo (torch 2.11)."""
+    if not isinstance(sharded, DTensor):
+        return sharded
     mesh = host_mesh(tuple(sharded.device_mesh.shape))
     here = DTensor.from_local(
         sharded.to_local().cpu(), mesh, sharded.placements, run_check=False, shape=sharded.shape,
@@ -256,9 +290,14 @@ def compare(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
         "gradient": max(gradients.values()),
         "worst": max(gradients, key=lambda name: gradients[name]),
         "losses": max(abs(a - b) for a, b in zip(got["losses"], expected["losses"], strict=True)),
+        "relative": max(abs(a - b) / b for a, b in zip(got["losses"], expected["losses"], strict=True)),
+        "parameter": max(
+            ((got["parameters"][name] - p).norm() / p.norm().clamp(min=1e-12)).item()
+            for name, p in expected["parameters"].items()
+        ),
         "fell": expected["losses"][0] - expected["losses"][-1],
         "steps": len(got["losses"]),
-        "stats": max(stats),
+        "stats": max(stats, default=0.0),
         "choice": max(choice, default=0.0),
         "numbers": len(stats),
     }

@@ -34,9 +34,9 @@ MOMENTS = {"start": "starting", "forward": "training", "backward": "training", "
 TIMEOUT, LATER = 15, 15  # parallel.timeout_seconds, and how much later everyone has ended
 STEP = 3
 SETTINGS = SMALL | {
-    "model.attention": "dense", "model.backend": "reference", "train.tokens_per_step": 256, "train.schedule": "constant",
-    "train.lr": 0.003, "train.compile": "off", "train.val_tokens": 256, "train.val_every": 3, "checkpoint.every": 3,
-    "checkpoint.async_save": False, "parallel.timeout_seconds": TIMEOUT,
+    "model.attention": "dense", "model.backend": "reference", "train.tokens_per_step": 256, "train.lr": 0.003,
+    "train.schedule": "constant", "train.compile": "off", "train.val_tokens": 256, "train.val_every": 3,
+    "checkpoint.every": 3, "checkpoint.async_save": False, "parallel.timeout_seconds": TIMEOUT,
 }  # fmt: skip
 
 
@@ -169,7 +169,9 @@ class Fault:
         else:
             step = {"start": 0}.get(self.moment, STEP)
             told = {"SIGKILL": "is gone", "SIGSTOP": "is stopped (SIGSTOP)"}.get(self.how, "failed in")
-            expected = rf"rank 1 \(pid {self.ranks[1].pid} on .*{re.escape(told)}.* step {step} \({MOMENTS[self.moment]}"
+            expected = (
+                rf"rank 1 \(pid {self.ranks[1].pid} on .*{re.escape(told)}.* step {step} \({MOMENTS[self.moment]}"
+            )
         if code == 0 or not re.search(expected, self.text):
             return f"exit code {code}, and not said: {expected}"
         if self.how.startswith("SIG") and self.moment != "arrival" and self.text.count("error: ") != 1:
@@ -189,7 +191,9 @@ def test_a_rank_that_fails_is_named_in_time(rank_server, tmp_path, backend, stra
     chosen = [*FAULTS, ("SIGKILL" if strategy == "ddp" else "exception", "arrival")]
     if backend == "gloo":  # each takes seconds to start on two cores
         chosen = [fault for i, fault in enumerate(chosen) if fault in RESUMED or i % 4 == (strategy == "fsdp")]
-    waiting = [Fault(rank_server, tmp_path / f"{how} {moment}", strategy, how, moment, device) for how, moment in chosen]
+    waiting = [
+        Fault(rank_server, tmp_path / f"{how} {moment}", strategy, how, moment, device) for how, moment in chosen
+    ]
     whole = Fault(rank_server, tmp_path / "whole", strategy, "none", "none", device)
     waiting.insert(0, whole)
     running: list[Fault] = []
@@ -217,4 +221,6 @@ def test_a_rank_that_fails_is_named_in_time(rank_server, tmp_path, backend, stra
             apart = max(abs(float(got[step]) - float(expected[step])) for step in expected)
             rows.add(case=f"{fault.how} in {fault.moment}, resumed", on=f"{backend} {strategy}", relative=apart)
             assert apart < 1e-5
-    assert not wrong, "\n\n".join(f"{f.how} in {f.moment}: {f.outcome} after {f.seconds:.1f} s\n{f.text}" for f in wrong)
+    assert not wrong, "\n\n".join(
+        f"{f.how} in {f.moment}: {f.outcome} after {f.seconds:.1f} s\n{f.text}" for f in wrong
+    )

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+import torch
 
 import tercet
 from fork_server import Child, ForkServer
@@ -28,9 +29,10 @@ from tercet.parallel.launch import NCCL_SHARES, nccl_version
 
 HERE = Path(__file__).parent
 RESULT = "RESULT "
+GPUS = torch.cuda.device_count()
 
 
-def over(ranks: int = 2) -> pytest.MarkDecorator:
+def over() -> pytest.MarkDecorator:
     """Run a test over NCCL on GPUs, which ranks share if there are too few, and over gloo on CPUs."""
     gpus = [pytest.mark.gpu, pytest.mark.multi_gpu]
     return pytest.mark.parametrize(
@@ -40,10 +42,12 @@ def over(ranks: int = 2) -> pytest.MarkDecorator:
 
 def sharing_environment() -> dict[str, str]:
     """What ranks need in their environment to share a GPU over NCCL: a library that can, unless one is loaded."""
+    if not GPUS:
+        pytest.fail("NCCL needs a CUDA device: over gloo, on CPUs, make test-slow runs these tests", pytrace=False)
     if nccl_version() >= NCCL_SHARES:
         return {}
     found = [path for folder in sys.path if (path := Path(folder) / "nvidia/nccl/lib/libnccl.so.2").exists()]
-    ask = "import ctypes, sys; n = ctypes.c_int(); ctypes.CDLL(sys.argv[1]).ncclGetVersion(ctypes.byref(n)); print(n.value)"
+    ask = "import ctypes as c, sys; n = c.c_int(); c.CDLL(sys.argv[1]).ncclGetVersion(c.byref(n)); print(n.value)"
     for path in found:
         number = int(subprocess.run([sys.executable, "-c", ask, path], capture_output=True, text=True).stdout or 0)
         if number >= NCCL_SHARES[0] * 10000 + NCCL_SHARES[1] * 100:
@@ -81,9 +85,22 @@ def assert_below(results: list[dict[str, Any]], **limits: float) -> None:
 def run_ranks(server: ForkServer, ranks: int, script: str, *arguments: str, seconds: float = 120) -> list[dict]:
     """Run `main` of tests/parallel/SCRIPT.py on forked ranks. Returns what rank 0 reported, in order."""
     children = start_ranks(server, ranks, f"parallel.{script}:main", *arguments)
-    codes = [child.wait(seconds) for child in children]
-    assert codes == [0] * ranks, "\n".join(child.output for child in children)
+    assert wait_for_all(children, seconds) == 0, "\n".join(child.output for child in children)
     return _results(children[0].output)
+
+
+def wait_for_all(children: list[Child], seconds: float) -> int:
+    """0 if all ranks succeed in time; once one has failed, the others have half a minute."""
+    deadline = time.monotonic() + seconds
+    while None in (codes := [child.poll() for child in children]) and time.monotonic() < deadline:
+        if any(codes):
+            deadline = min(deadline, time.monotonic() + 30)
+        time.sleep(0.02)
+    for child, code in zip(children, codes, strict=True):
+        if code is None:
+            child.signal(signal.SIGKILL)
+            child.wait()
+    return next((code for code in codes if code), -1 if None in codes else 0)
 
 
 def start_ranks(
@@ -185,7 +202,7 @@ class RankedRun(RunInBackground):
 
     def wait(self, seconds: float = 180) -> int:
         """0 if all ranks succeed."""
-        return next((code for code in [child.wait(seconds) for child in self.children] if code), 0)
+        return wait_for_all(self.children, seconds)
 
     def __exit__(self, *_: object) -> None:
         for child in self.children:

@@ -122,3 +122,37 @@ def train(
     given |= {} if device == "auto" else {"run.device": device}
     cells = cells_of(preset, kinds, shapes, checkpointing, packed, given)
     return main(cells, steps=steps, repeats=repeats, seconds=seconds)
+
+
+def scaling(
+    *,
+    preset: str = "m7c",
+    ranks: tuple[int, ...] = (1, 2, 4, 8),
+    strategies: tuple[Literal["ddp", "fsdp", "hsdp", "cp"], ...] = ("ddp", "fsdp", "cp"),
+    batch: int = 8,
+    length: int = 2048,
+    steps: int = 10,
+    settings: str = "",
+    device: Literal["auto", "cuda", "cpu"] = "auto",
+    seconds: float = 600,
+) -> int:
+    """Time training steps on this machine's GPUs: tokens/s, efficiency, exposed communication and memory.
+
+    Args:
+        preset: The model.
+        ranks: Numbers of ranks; with more than GPUs, ranks share them, and the speeds mean nothing.
+        strategies: ddp, fsdp, hsdp, cp.
+        batch: Sequences per rank.
+        length: Tokens per sequence.
+        steps: Steps that are timed, after warm-up.
+        settings: More configuration keys, e.g. parallel.sharding=grad_op,train.compile=off.
+        device: auto, cuda or cpu.
+        seconds: Time limit per cell.
+    """
+    at_least_one(ranks=ranks, batch=batch, length=length, steps=steps)
+    from tercet.bench.scaling import main
+    from tercet.bench.train import OWN_KEYS
+
+    own = {key: "--batch and --length" for key in OWN_KEYS if "tokens" in key or key == "data.seq_len"}
+    given = parse_settings(settings, own) | ({} if device == "auto" else {"run.device": device})
+    return main(preset, ranks, strategies, given, batch=batch, length=length, steps=steps, seconds=seconds)

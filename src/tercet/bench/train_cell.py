@@ -27,7 +27,7 @@ from tercet.data.loader import build_loader
 from tercet.doctor.kernels import parity
 from tercet.doctor.machine import FAILED, OK
 from tercet.errors import TercetError
-from tercet.parallel.strategy import Single
+from tercet.parallel.strategy import Single, Strategy
 from tercet.telemetry.events import GraphCaptureFailed
 from tercet.telemetry.observer import LayerProbe
 from tercet.train.device import device_name, peak_memory_gib, pick_device
@@ -54,11 +54,16 @@ class _DrawnOnDevice(Single):
 class Steps:
     """One model, trained on one batch."""
 
-    def __init__(self, config: RunConfig, *, packed: bool = True) -> None:
-        self.config = config
-        self.device, self.strategy = pick_device(config.run.device, flag="--device"), _DrawnOnDevice()
+    def __init__(
+        self, config: RunConfig, *, packed: bool = True, strategy: Strategy | None = None,
+        batch: Callable[[], MicroBatch] | None = None,
+    ) -> None:  # fmt: skip
+        """strategy, batch: of several ranks."""
+        self.config, self.strategy = config, strategy or _DrawnOnDevice()
+        current = torch.cuda.current_device() if strategy and torch.cuda.is_initialized() else 0
+        self.device = pick_device(config.run.device, current, flag="--device")
         self.state = build_state(config, self.device, self.strategy, None)
-        self.batch = _batch(config, self.device, packed=packed)
+        self.batch = batch() if batch else _batch(config, self.device, packed=packed)
         self.losses: list[float] = []
 
     def interval(self, steps: int) -> float:
