@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -30,8 +31,9 @@ from parallel.world import (
 from runs import SMALL, losses, tensors
 from tercet.cli import main
 from tercet.config.load import ConfigError, load
-from tercet.data import loader, stream
+from tercet.data import loader, paths, stream
 from tercet.data.stream import DataError
+from tercet.parallel import launch
 from tercet.report.read import read_run
 from tercet.report.verdict import record_gaps
 from tercet.train.manifest import complete_checkpoints, step_of
@@ -136,6 +138,31 @@ def train_with_broken_data() -> int:
         loader.pack = broken
     sys.argv = ["tercet", *arguments]
     return main()
+
+
+def train_as_on_another_machine() -> int:
+    """On each rank: `tercet train`, but rank 1 has other files, or another version."""
+    difference, *arguments = sys.argv[1:]
+    if os.environ["RANK"] == "1" and difference == "data":
+        paths.FileSet.contents = property(lambda _: "other")  # type: ignore[assignment]
+    elif os.environ["RANK"] == "1":
+        launch.__version__ = "9.9"
+    sys.argv = ["tercet", *arguments]
+    return main()
+
+
+@pytest.mark.parametrize(
+    ("difference", "told"),
+    [("data", "reads other data than rank 0 (contents)"), ("code", "has tercet 9.9 (code ")],
+)
+def test_ranks_with_other_data_or_code_are_refused_in_one_line(difference, told, fork_server, tmp_path):
+    command = ["train", *arguments(tmp_path / "run", parallel__strategy="ddp")]
+    function = "parallel.test_ranks_in_runs:train_as_on_another_machine"
+    ranks = start_ranks(fork_server, 2, function, difference, *command, output=tmp_path / "out")
+    assert [rank.wait(60) for rank in ranks] == [2, 2]
+    errors = [line for line in (tmp_path / "out").read_text().splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert f"rank 1 on {socket.gethostname()} {told}" in errors[0]
 
 
 @pytest.mark.parametrize("how", ["fails", pytest.param("hangs", marks=pytest.mark.slow)])

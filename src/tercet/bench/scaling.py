@@ -45,7 +45,7 @@ def main(
     """Measure all cells and print the table; the last line is JSON."""
     device = pick_device(settings.get("run.device", "auto"), flag="--device")
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    cells = [{"ranks": 1, "strategy": "single"}] + [
+    cells: list[dict[str, Any]] = [{"ranks": 1, "strategy": "single"}] + [
         {"ranks": n, "strategy": s} for n, s in product((n for n in ranks if n > 1), strategies)
     ]
     about = f"{max(1, gpus)} x {device_name(device)}, torch {torch.__version__}"

@@ -7,7 +7,7 @@ gradients are reduced. Context parallelism goes with both. `build_strategy` pick
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from tercet.attention.config import NSAConfig
 from tercet.config.sections import ParallelConfig, TrainConfig, resolved_precision
-from tercet.errors import TercetError, UsageError
+from tercet.errors import TercetError, UsageError, first_few
 from tercet.parallel.context import apply_context_parallelism, shard_sequence
 from tercet.parallel.failure import FailureMonitor, PeerFailed
 from tercet.parallel.launch import FIRST_STEP_SECONDS, World, backend_of
@@ -73,6 +73,9 @@ class Strategy:
     def on_rank_0(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 only and broadcast its result, or its error, to all ranks."""
         return action()
+
+    def check_same_data(self, identity: Mapping[str, Any]) -> None:
+        """Raise on all ranks if one reads other data than rank 0."""
 
     def shorten_timeouts(self) -> None:
         """Call after the first step: nothing compiles any more, and a rank that is late is stuck."""
@@ -159,6 +162,18 @@ class Distributed(Strategy):
             error.reported_elsewhere = self.rank != 0
             raise error
         return result  # type: ignore[no-any-return]
+
+    def check_same_data(self, identity: Mapping[str, Any]) -> None:
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, dict(identity), group=self.world.control)
+        for member, theirs in zip(self.world.members, found, strict=True):
+            if keys := [key for key in sorted({*theirs, *found[0]}) if theirs.get(key) != found[0].get(key)]:
+                problem = UsageError(
+                    f"rank {member['rank']} on {member['host']} reads other data than rank 0 ({first_few(keys)}): "
+                    "let all machines read the same files"
+                )
+                problem.reported_elsewhere = self.rank != 0
+                raise problem
 
     def shorten_timeouts(self) -> None:
         self.world.set_timeout(self.parallel.timeout_seconds)

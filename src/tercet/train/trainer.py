@@ -90,6 +90,7 @@ def train(config: RunConfig, *, origins: Mapping[str, str] | None = None, resume
 
         stages = Stages(config, state, open_loader)
         loader = stages.loader
+        strategy.check_same_data(loader.stream.identity)
         strategy.on_rank_0(lambda: check_validation_data(config, tokenizer))
 
         # All checks have passed: from here on the run folder may change.
