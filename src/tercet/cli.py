@@ -53,7 +53,7 @@ FUNCTIONS = {
 GROUPS = {
     "config": ("tercet.cli", "show the configuration of a command line or a run, or compare two: config diff A B"),
     "data": ("tercet.data.commands", "prepare and inspect training data; train a tokenizer"),
-    "bench": ("tercet.bench.commands", "benchmark attention, decoding and training"),
+    "bench": ("tercet.bench.commands", "benchmark attention, decoding, training and several ranks"),
     "eval": (
         "tercet.inference.eval_commands",
         "evaluate a model: perplexity, context, ruler, lm-eval, selection-map",

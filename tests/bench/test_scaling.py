@@ -1,20 +1,28 @@
-"""The arithmetic of docs/scaling.md, held to PyTorch's own sharding under a process group that sends nothing."""
+"""Several ranks: timed by `tercet bench scaling`, and the arithmetic of docs/scaling.md, held to PyTorch's sharding."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tercet.attention.config import NSAConfig
+from tercet.bench.scaling import communication
+from tercet.cli import main
 from tercet.config.load import load
 from tercet.model.transformer import Transformer
 
 RANKS = 64
+BENCH = ["--preset", "tiny", "--ranks", "2", "--strategies", "fsdp", "cp", "--batch", "2", "--length", "256",
+         "--steps", "1", "--device", "cpu"]  # fmt: skip
 
 
 def print_shard_size() -> int:
@@ -59,3 +67,22 @@ def test_the_page_shows_what_the_formulas_give():
     page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
     assert "\n".join(table(cases())) in page
     assert all(outlook(case).tokens_per_s > 0 for case in cases())
+
+
+def kernel(name: str, start: float, end: float, **more: bool) -> SimpleNamespace:
+    span = SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(name=name, device_type=DeviceType.CUDA, time_range=span, is_user_annotation=False, **more)
+
+
+def test_exposed_communication_is_what_no_other_kernel_covers():
+    sent = [kernel("ncclDevKernel_AllReduce", 0, 10), kernel("ncclDevKernel_AllGather", 8, 20)]
+    computed = [kernel("gemm", 5, 9), kernel("softmax", 7, 12), kernel("gemm", 30, 40)]
+    assert communication([*sent, *computed]) == (20, 13)
+
+
+@pytest.mark.slow
+def test_ranks_are_timed_under_every_strategy(capsys):
+    assert main(["bench", "scaling", *BENCH]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert [(row["ranks"], row["strategy"]) for row in found] == [(1, "single"), (2, "fsdp"), (2, "cp")]
+    assert all(row["tokens_per_s"] > 0 and row["peak_gib"] > 0 for row in found)

@@ -283,7 +283,7 @@ class ParallelConfig(Section):
     """cp: ranks that share one sequence; 0: all."""
 
     share_gpus: bool = False
-    """Let several ranks share a GPU, over gloo: slow, for trying out multi-rank runs on one GPU."""
+    """Let several ranks share a GPU, over NCCL 2.30 or newer, else gloo: slow, for trying out multi-rank runs."""
     timeout_seconds: float = Field(default=300.0, gt=0)
     """How long to wait for other ranks at startup and after the first step. A rank that takes longer counts as stuck,
     and the run stops. The first step has half an hour: compilation may take unequal times."""

@@ -98,7 +98,7 @@ def check_launch(parallel: ParallelConfig, launch: Launch, device: str, gpus: in
     counts = f"{launch.local_world_size} ranks on a machine with {gpus} GPU{'s' * (gpus > 1)}"
     if launch.local_world_size > gpus and not parallel.share_gpus:
         raise WrongLaunch(
-            f"{counts}: each rank needs its own GPU; start {gpus}, or share GPUs (slow, through gloo) with "
+            f"{counts}: each rank needs its own GPU; start {gpus}, or share GPUs (slow, for tests) with "
             "--parallel.share_gpus"
         )
     if parallel.share_gpus and launch.local_world_size <= gpus:
