@@ -176,6 +176,10 @@ class Fault:
             return f"exit code {code}, and not said: {expected}"
         if self.how.startswith("SIG") and self.moment != "arrival" and self.text.count("error: ") != 1:
             return "reported more than once"
+        record = re.search(r"its last collectives: (\S+)\)", self.text)
+        written = record is not None and Path(record[1]).stat().st_size > 0
+        if self.device == "cuda" and self.how.startswith("SIG") and self.moment == "collective" and not written:
+            return "no flight record"
         # what was saved before validation is complete; what was being saved is not there
         return "ok" if saved == [] else f"saved {saved}"
 

@@ -1,7 +1,6 @@
 """Several ranks train like one, save for any number of ranks, and communicate while they compute.
 
-The same tests run over NCCL on GPUs (`make test-multi-gpu`), which ranks share if there are too few, and over gloo on
-CPUs (`make test-slow`).
+Over NCCL on GPUs (`make test-multi-gpu`), which ranks share if there are too few; what can be, over gloo on CPUs too.
 """
 
 from __future__ import annotations
@@ -33,19 +32,20 @@ LAUNCHES = {
 STEPS = 20
 
 
-@over()
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("backend", ["nccl"])  # over gloo: test_strategies.py
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_ranks_train_like_one_process(rank_server: ForkServer, backend: str, launch: str, rows: Rows):
+def test_ranks_train_like_one_process(rank_server: ForkServer, launch: str, rows: Rows):
     ranks, cases = LAUNCHES[launch]
-    where = ["--cuda"] if backend == "nccl" else []
-    results = run_ranks(rank_server, ranks, "strategies_ranks", *where, *(f"{STEPS}:{c}" for c in cases), seconds=500)
+    results = run_ranks(rank_server, ranks, "strategies_ranks", "--cuda", *(f"{STEPS}:{c}" for c in cases), seconds=500)
     for result in results:
         low = "bf16" in result["case"]
         # losses of 20 steps relative to one process; of the first step: gradients
         limits = {"relative": 2e-2, "gradient": 5e-2} if low else {"relative": LIMIT, "gradient": 1e-5, "stats": 1e-9}
         seconds = round(result["alone_s"] + result["together_s"], 1)
         shown = {key: result[key] for key in ("case", "relative", "gradient", "parameter", "equal", "routes")}
-        rows.add(**shown, ranks=ranks, on=backend, limit=limits["relative"], seconds=seconds)
+        rows.add(**shown, ranks=ranks, on="nccl", limit=limits["relative"], seconds=seconds)
     assert [result["case"] for result in results] == cases
     assert all(result["equal"] for result in results), results
     for result in results:
