@@ -101,12 +101,12 @@ class FailureMonitor:
             self._watch(self._connect())
         except (dist.DistError, RuntimeError, OSError):
             self._cause = self._describe_lost_store()
-        # The main thread raises, if it can. It may be in `explain`, which takes a few seconds.
-        for event in (self._explaining, self._stop):
-            for _ in range(int(GRACE_SECONDS / HEARTBEAT_SECONDS)):
-                if self._stop.wait(HEARTBEAT_SECONDS):
-                    return
-            if not event.is_set():
+        # The main thread raises, if it can; `explain` takes a few seconds more.
+        polls = int(GRACE_SECONDS / HEARTBEAT_SECONDS)
+        for poll in range(2 * polls):
+            if self._stop.wait(HEARTBEAT_SECONDS):
+                return
+            if poll >= polls and not self._explaining.is_set():
                 break
         if not self._explaining.is_set() and not self._reported_elsewhere():
             failure = self._peer_failed(self._cause or "", "a collective that never ended", reported_elsewhere=False)
@@ -116,7 +116,7 @@ class FailureMonitor:
     def _watch(self, store: dist.Store) -> None:
         """Publish heartbeats and watch the next rank, until this rank leaves or a failure is known."""
         watched = (self._rank + 1) % len(self._ranks)
-        beat, silent = None, 0
+        beat, silent, visible = None, 0, False
         while not self._stop.is_set():
             self._count += 1
             step, activity = self.status()
@@ -127,9 +127,11 @@ class FailureMonitor:
             new = store.get(f"beat/{watched}") if store.check([f"beat/{watched}"]) else None
             # Counted in polls, not by the clock, which runs on while this process itself is suspended.
             silent, beat = silent + 1 if new == beat else 0, new
-            gone = silent > 1 and self._process_state(watched) == _GONE
+            gone = self._process_state(watched) == _GONE
+            visible = visible or not gone  # in another container, it never is
             frozen = beat is not None and silent * HEARTBEAT_SECONDS >= self._limit
-            if (gone or frozen or store.check([f"failed/{watched}"])) and not store.check([f"left/{watched}"]):
+            failed = frozen or (visible and gone and silent > 1) or store.check([f"failed/{watched}"])
+            if failed and not store.check([f"left/{watched}"]):
                 store.set("cause", self._find_cause(store))
                 continue
             self._stop.wait(HEARTBEAT_SECONDS)
