@@ -40,7 +40,8 @@ def check(server: ForkServer, ranks: int, cases: list[str], seconds: float = 600
     assert [f"{t['steps']}:{t['case']}" for t in results] == cases
     for t in results:
         low = "bf16" in t["case"]
-        assert t["numbers"] >= 20 or "dense" in t["case"], t
+        # statistics: of two branches or one there are fewer
+        assert t["numbers"] >= (20 if "form" not in t["case"] else 0 if "dense" in t["case"] else 12), t
         assert t["equal"], t
         assert t["losses"] < (2e-2 if low else 1e-5 if "muon" in t["case"] else 1e-4), t
         if low:
