@@ -52,7 +52,7 @@ def test_one_process_is_allowed_on_request_warned_about_in_ci_and_fine_on_a_cpu(
     assert "7 would be idle" in check_launch(ParallelConfig(), ALONE, "cuda", 8)[0]
 
 
-def test_ranks_share_a_gpu_only_on_request_and_with_a_warning():
+def test_ranks_share_a_gpu_only_on_request_and_with_a_warning(monkeypatch):
     launch = Launch(0, 0, 2, 2, by_torchrun=True)
     with pytest.raises(LaunchError, match="2 ranks on a machine with 1 GPU: each rank needs its own GPU; start 1, or"):
         check_launch(ParallelConfig(strategy="ddp", world_size=2), launch, "cuda", 1)
@@ -62,6 +62,15 @@ def test_ranks_share_a_gpu_only_on_request_and_with_a_warning():
     assert backend_of(shared, "cuda") == "gloo"
     with pytest.raises(LaunchError, match="every rank has its own GPU"):
         check_launch(shared, launch, "cuda", 2)
+    monkeypatch.setattr("tercet.parallel.launch.nccl_version", lambda: (2, 30, 1))
+    assert "over NCCL 2.30.1" in check_launch(shared, launch, "cuda", 1)[0]
+    assert backend_of(shared, "cuda") == "nccl"
+
+
+def test_several_gpus_need_a_torch_with_nccl(monkeypatch):
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    with pytest.raises(LaunchError, match=r"communicate over NCCL, and torch .* was built without it"):
+        check_launch(ParallelConfig(strategy="ddp", world_size=2), Launch(0, 0, 2, 2, by_torchrun=True), "cuda", 2)
 
 
 def test_launch_warnings_are_printed_once_per_machine(tmp_path, capsys, monkeypatch):
@@ -80,6 +89,11 @@ def test_ranks_with_different_versions_or_world_sizes_are_named_with_both_values
     other = disagreement({0: member(), 1: member(host="b", versions={"torch": "2.11.0"})})
     assert other == "rank 1 on b has torch 2.11.0 and rank 0 on a 2.13.0: install the same version everywhere"
     assert disagreement({0: member(), 1: member(world_size=4)}) == "rank 1 was started with 4 ranks and rank 0 with 2"
+    device = disagreement({0: member(versions={"device": "H100"}), 1: member(versions={"device": "A100"})})
+    assert device == "rank 1 on a has device A100 and rank 0 on a H100: use equal devices everywhere"
+    same = disagreement({rank: member(gpu="GPU-1", device="cuda:0") for rank in range(2)})
+    assert same is not None
+    assert "ranks 0 and 1 on a use the same GPU, cuda:0" in same
     missing = disagreement({0: member(), 1: member(config={})})
     assert missing is not None
     assert "train.lr is None there, 1.0 on rank 0" in missing

@@ -66,8 +66,9 @@ def main(
         rows.append(cell | result)
         print(f"{len(rows)}/{len(cells)}  {cell['ranks']} ranks, {cell['strategy']}: {result['outcome']}", flush=True)
     print(f"\n{table(rows, COLUMNS)}\n")
-    if not gpus or max(ranks) > gpus:
-        print(f"{gpus or 'no'} GPUs for up to {max(ranks)} ranks: they share, and these speeds mean nothing\n")
+    if max(ranks) > gpus:
+        shared = f"ranks share {gpus} GPU{'s' * (gpus > 1)}" if gpus else "ranks on CPUs"
+        print(f"{shared}: these speeds say nothing about several GPUs\n")
     print(json.dumps({"bench": "scaling", "device": about, "batch": batch, "length": length, "results": rows}))
     return int(any(row["outcome"] != "ok" for row in rows))
 
