@@ -7,7 +7,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -53,7 +52,7 @@ COUNTS = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--table", metavar="FILE", help="write the rows of `make test-multi-gpu` to FILE, as JSON")
+    parser.addoption("--table", metavar="FILE", help="append the rows of `make test-multi-gpu` to FILE, a JSON each")
 
 
 @pytest.fixture
@@ -63,9 +62,9 @@ def matrix_counts(request: pytest.FixtureRequest) -> list[str]:
 
 
 @pytest.fixture
-def rows(record_property: Callable[[str, object], None]) -> Rows:
+def rows(record_property: Callable[[str, object], None], request: pytest.FixtureRequest) -> Rows:
     """Rows of the table at the end of the session; unlike `matrix_counts` they come from pytest-xdist's workers too."""
-    return Rows(record_property)
+    return Rows(record_property, request.config.getoption("--table"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -76,8 +75,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if rows:
         heads = {key: (key, "{:.2g}".format if key not in WORDS else str) for row in rows for key in row}
         terminalreporter.write_line(table(rows, heads))
-    if path := terminalreporter.config.getoption("--table"):
-        Path(path).write_text(json.dumps(rows, indent=1))
 
 
 @pytest.fixture(autouse=True)

@@ -59,11 +59,15 @@ def sharing_environment() -> dict[str, str]:
 class Rows:
     """Rows of the table that a session prints at its end (tests/conftest.py)."""
 
-    def __init__(self, record: Callable[[str, object], None]) -> None:
-        self._record = record
+    def __init__(self, record: Callable[[str, object], None], path: str | None) -> None:
+        self._record, self._path = record, path
 
-    def add(self, **row: Any) -> None:
+    def add(self, *, output: str = "", **row: Any) -> None:
+        """output: what a failed case printed, which goes to the file only."""
         self._record("row", json.dumps(row))
+        if self._path:  # at once: a session that is cut short keeps what it found
+            with Path(self._path).open("a") as stream:
+                stream.write(json.dumps(row | ({"output": output} if output else {})) + "\n")
 
 
 def report(**values: Any) -> None:
@@ -85,7 +89,8 @@ def assert_below(results: list[dict[str, Any]], **limits: float) -> None:
 def run_ranks(server: ForkServer, ranks: int, script: str, *arguments: str, seconds: float = 120) -> list[dict]:
     """Run `main` of tests/parallel/SCRIPT.py on forked ranks. Returns what rank 0 reported, in order."""
     children = start_ranks(server, ranks, f"parallel.{script}:main", *arguments)
-    assert wait_for_all(children, seconds) == 0, "\n".join(child.output for child in children)
+    code = wait_for_all(children, seconds)
+    assert code == 0, "\n".join(child.output for child in children)
     return _results(children[0].output)
 
 
