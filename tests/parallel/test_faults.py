@@ -161,11 +161,10 @@ class Fault:
         if not injected:
             return "ended before its fault"
         saved = [step_of(path) for path in complete_checkpoints(self.folder / "run" / "checkpoints")]
-        if self.moment == "save" and not self.how.startswith("SIG"):
-            # a save that fails is logged and repeated later
-            return "ok" if code == 0 and saved == [6] else f"exit code {code}, saved {saved}"
         if self.moment == "arrival":
             expected = "rank 1 did not arrive within"
+        elif self.moment == "save" and not self.how.startswith("SIG"):
+            expected = rf"error: checkpoint of step {STEP} could not be written .*\(rank 1: "
         else:
             step = {"start": 0}.get(self.moment, STEP)
             told = {"SIGKILL": "is gone", "SIGSTOP": "is stopped (SIGSTOP)"}.get(self.how, "failed in")
@@ -174,7 +173,8 @@ class Fault:
             )
         if code == 0 or not re.search(expected, self.text):
             return f"exit code {code}, and not said: {expected}"
-        if self.how.startswith("SIG") and self.moment != "arrival" and self.text.count("error: ") != 1:
+        alone = self.how.startswith("SIG") or self.moment == "save"  # else rank 1 reports its own error too
+        if alone and self.moment != "arrival" and self.text.count("error: ") != 1:
             return "reported more than once"
         record = re.search(r"its last collectives: (\S+)\)", self.text)
         written = record is not None and Path(record[1]).stat().st_size > 0

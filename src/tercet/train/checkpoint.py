@@ -182,7 +182,9 @@ class Checkpointer:
             future.result()
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             writer.discard()
-            raise CheckpointError(_describe_failure(error, writer)) from error
+            problem = CheckpointError(_describe_failure(error, writer, self.world_size))
+            problem.reported_elsewhere = isinstance(error, CheckpointException) and self.rank > 0  # all ranks get it
+            raise problem from error
         now = time.perf_counter()
         return CheckpointSaved(
             step=writer.step, path=str(writer.final), bytes=writer.bytes, seconds=now - self._started,
@@ -333,11 +335,12 @@ class HashingFileSystem(FileSystem):
         return self._records[path]
 
 
-def _describe_failure(error: BaseException, writer: _CommittingWriter) -> str:
+def _describe_failure(error: BaseException, writer: _CommittingWriter, ranks: int) -> str:
     """Error message of a failed save: the cause, what is still safe, and what to do."""
-    cause: BaseException = error
-    if isinstance(error, CheckpointException):
-        cause = next((e for e, _ in error.failures.values()), error)
+    cause: object = error
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        cause = f"rank {rank}: {cause}" if ranks > 1 else cause
     newest = manifest.describe_newest(writer.final.parent)
     return (
         f"checkpoint of step {writer.step} could not be written to {writer.final.parent} ({cause}); {newest}: free "
