@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tercet.errors import EXIT_FAILURE, TercetError
-from tercet.parallel.launch import World
+from tercet.parallel.launch import World, flight_record
 from tercet.terminal import printable
 
 HEARTBEAT_SECONDS = 1.0
@@ -158,10 +158,10 @@ class FailureMonitor:
 
     def _flight_record(self) -> str:
         """Write NCCL's last collectives where its watchdog would; in a thread, because NCCL itself may hang."""
-        path = Path(f"{os.environ.get('TORCH_FR_DUMP_TEMP_FILE', '')}{self._rank}")
         dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
         if dump is None or not self._world.nccl:
             return ""
+        path = flight_record(Path(self._world.folder), self._world.id, self._rank)
         writer = threading.Thread(target=lambda: path.write_bytes(dump()), name="flight record", daemon=True)
         writer.start()
         writer.join(timeout=3)

@@ -205,7 +205,7 @@ def join(
         problem.reported_elsewhere = launch.rank != 0
         time.sleep(0.5 if launch.rank == 0 else 0.0)  # the store must live until all ranks have read the verdict
         raise problem
-    os.environ.update(_flight_recorder(Path(verdict["folder"]), verdict["call"][:8]))
+    os.environ.update(_flight_recorder(Path(verdict["folder"]), verdict["call"]))
     if launch.on_one_machine:
         _use_loopback()
     first_step = timedelta(seconds=max(parallel.timeout_seconds, FIRST_STEP_SECONDS))
@@ -220,13 +220,18 @@ def join(
     return World(launch, device, verdict["call"], control, checkpoint, verdict["folder"], verdict["members"], nccl)
 
 
+def flight_record(run: Path, start: str, rank: int | str) -> Path:
+    """The file of a rank's last collectives; `start` is World.id."""
+    return run / "flight_recorder" / f"{start[:8]}_rank_{rank}"
+
+
 def _flight_recorder(run: Path, start: str) -> dict[str, str]:
     """Environment variables of PyTorch's flight recorder, which it reads when process groups are created: when a
     collective times out, NCCL's watchdog writes the last ones to START_rank_N, for torchfrtrace."""
-    folder = run / "flight_recorder"
-    folder.mkdir(parents=True, exist_ok=True)
+    prefix = flight_record(run, start, "")
+    prefix.parent.mkdir(parents=True, exist_ok=True)
     # 2000 collectives cover the last steps, at about a kilobyte each
-    files = dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), f"{folder}/{start}_rank_")
+    files = dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(prefix))
     return {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **files}
 
 
