@@ -78,8 +78,11 @@ test-gpu:
 # Several ranks over NCCL: every strategy against one process, saves, failures, overlap. Any number of GPUs: ranks share
 # them if there are too few, which needs NCCL 2.30 (the tests say how to install it).
 # Most of these tests run over gloo, on CPUs, in `make test-slow`.
+# The first launch runs alone: it compiles kernels that the others would all compile at once.
+FIRST_LAUNCH := "tests/parallel/test_multi_gpu.py::test_ranks_train_like_one_process[nccl-ddp]"
 test-multi-gpu:
-	$(GPU_TEST) $(GPU_PARALLEL) -m multi_gpu tests/parallel
+	$(GPU_TEST) -m multi_gpu $(FIRST_LAUNCH)
+	$(GPU_TEST) $(GPU_PARALLEL) -m multi_gpu tests/parallel --deselect $(FIRST_LAUNCH)
 
 # Sizes of the tree, to keep them in view.
 count: setup

@@ -206,7 +206,6 @@ def test_commands_are_refused_before_torch_is_loaded(tmp_path):
         f"generate {bare} --prompt a --temperature -1": "temperature=-1",
         f"generate {run_folder} --prompt {'a' * 999}": "the prompt has 999 tokens",
         f"eval ruler {run_folder} --tasks nothing": "tasks=nothing (flag): entry 1: must be 'niah_single_1'",
-        f"eval lm-eval {bare}": "no task given",
         f"eval selection-map {bare} out.html": "no prompt given",
         f"export hf nowhere {tmp_path / 'out'}": "nowhere does not exist",
         f"export hf {run_folder} {tmp_path / 'out'} --format llama": "cannot be exported with --format llama",

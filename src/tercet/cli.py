@@ -54,10 +54,7 @@ GROUPS = {
     "config": ("tercet.cli", "show the configuration of a command line or a run, or compare two: config diff A B"),
     "data": ("tercet.data.commands", "prepare and inspect training data; train a tokenizer"),
     "bench": ("tercet.bench.commands", "benchmark attention, decoding, training and several ranks"),
-    "eval": (
-        "tercet.inference.eval_commands",
-        "evaluate a model: perplexity, context, ruler, lm-eval, selection-map",
-    ),
+    "eval": ("tercet.inference.eval_commands", "evaluate a model: perplexity, context, ruler, selection-map"),
     "export": ("tercet.interop.export_commands", "export a run for Transformers: tercet export hf RUN OUT"),
     "import": ("tercet.interop.import_commands", "import a Hugging Face checkpoint: tercet import hf FOLDER OUT"),
 }

@@ -96,7 +96,7 @@ def test_spellings_of_keys(flags, expected):
         ("eval ruler run --lengths 64, 128 --seed 0", {"run": Path("run"), "lengths": (64, 128), "seed": 0}),
         ("report a,b", {"runs": [Path("a,b")]}),
         ("sweep --lrs 1, .5", {"lrs": (1, 0.5)}),
-        ("eval lm-eval run --tasks a,b c", {"run": Path("run"), "tasks": ("a", "b", "c")}),
+        ("eval ruler run --tasks vt,cwe fwe", {"run": Path("run"), "tasks": ("vt", "cwe", "fwe")}),
         ("eval selection-map r o --query -1", {"run": Path("r"), "out": Path("o"), "query": -1}),
         ("doctor --short --no-short", {"short": False}),
     ],

@@ -176,7 +176,7 @@ class Fault:
         alone = self.how.startswith("SIG") or self.moment == "save"  # else rank 1 reports its own error too
         if alone and self.moment != "arrival" and self.text.count("error: ") != 1:
             return "reported more than once"
-        record = re.search(r"its last collectives: (\S+)\)", self.text)
+        record = re.search(r"its last collectives: (.+?)\)", self.text)
         written = record is not None and Path(record[1]).stat().st_size > 0
         if self.device == "cuda" and self.how.startswith("SIG") and self.moment == "collective" and not written:
             return "no flight record"

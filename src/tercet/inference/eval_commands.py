@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import statistics
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tercet.atomic_io import check_writable
-from tercet.errors import TercetError, UsageError
+from tercet.errors import UsageError
 from tercet.inference.arguments import (
     DataOf,
     Device,
@@ -183,60 +182,6 @@ def ruler(
     print(table_of(results))
     found_all = [result.as_dict() for result in results]
     return _finish(record | {"wording": wording, "seed": seed, "skipped": skipped, "found": found_all})
-
-
-def lm_eval(
-    run: Run,
-    tasks: tuple[str, ...] = (),
-    limit: int | None = None,
-    fewshot: int | None = None,
-    batch: int = 8,
-    include: Path | None = None,
-    out: Path | None = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-) -> int:
-    """Benchmarks of EleutherAI's lm-eval, such as hellaswag or lambada_openai.
-
-    Args:
-        tasks: Task names, as in `lm-eval ls tasks`.
-        limit: Only the first questions of each task.
-        fewshot: Examples before each question; default: the task's.
-        batch: Texts per batch.
-        include: Folder with more task definitions (YAML).
-        out: Also write all results to this JSON file.
-    """
-    if not tasks:
-        raise UsageError("no task given: add --tasks, e.g. --tasks hellaswag arc_easy (`lm-eval ls tasks` lists them)")
-    at_least_one(limit=limit, batch=batch)
-    if include is not None and not include.is_dir():
-        raise UsageError(f"--include {include} is not a folder: give one with task definitions (YAML)")
-    if out is not None:
-        check_writable("--out", out)
-    if importlib.util.find_spec("lm_eval") is None:
-        raise TercetError("tercet eval lm-eval needs lm-eval: pip install 'tercet[eval]'")
-    model, record = _open("lm-eval", run, device, dtype)
-    print("loading lm-eval …", file=sys.stderr, flush=True)  # takes most of a minute, with the index of its tasks
-    from tercet.inference.harness import evaluate
-
-    found = evaluate(model, tasks, batch=batch, limit=limit, fewshot=fewshot, include=include)
-    results = {
-        task: {key: value for key, value in scores.items() if isinstance(value, (int, float))}
-        for task, scores in found["results"].items()
-    }
-    rows = []
-    for task, scores in results.items():
-        for key, value in scores.items():
-            metric, _, variant = key.partition(",")
-            if variant and not metric.endswith("_stderr"):
-                error = scores.get(f"{metric}_stderr,{variant}")
-                rows.append({"task": task, "metric": metric, "score": value, "error": error})
-    print(table(rows, {"task": ("task", str), "metric": ("metric", str), "score": ("score", "{:.4f}".format),
-                       "error": ("±", "{:.4f}".format)}))  # fmt: skip
-    if out is not None:
-        out.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
-        print(out)
-    return _finish(record | {"results": results})
 
 
 def selection_map(
