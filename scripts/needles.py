@@ -149,8 +149,7 @@ def choices(model: Any, tokenizer: Any, folder: Path, exact: str | None, longest
             exact_groups = table.exact_groups(part)
             yield f"own for {name} of groups, 16 of 64", entry(model, 64, 16, 1, 2, exact_groups=exact_groups)
         best = table.recommended
-        # sparse from the start, as it is at greater lengths
-        yield f"recommended: {best.blocks}, {best.scorer}", table.stored(best) | {"dense_below": 0}
+        yield f"recommended: {best.blocks}, {best.scorer}", table.stored(best)
     elif exact is not None:
         file = folder / "config.json" if exact == "stored" else Path(exact)
         stored = json.loads(file.read_text(encoding="utf-8"))

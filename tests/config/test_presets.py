@@ -6,6 +6,7 @@ import pytest
 
 from tercet import plan
 from tercet.config.load import dense_baseline, differences, load, preset_about, preset_names
+from tercet.data.tokenizers import load_tokenizer
 from tercet.errors import UsageError
 from tercet.model.cost import parameters
 from tercet.plan import Device, find_device, make_plan, render
@@ -166,3 +167,9 @@ def test_a_plan_that_does_not_fit_names_settings_with_which_it_does(mode, memory
 def test_more_gpus_are_advised_with_the_largest_batch_that_they_can_share():
     fixes = [fix.flags for fix in make_plan(load("m7c").config, find_device("auto", "4090")).fixes]
     assert {"parallel.strategy": "fsdp", "parallel.world_size": 2, "train.micro_batch": 16} in fixes
+
+
+def test_the_larger_presets_ask_for_a_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"tokenizer.json does not exist: give --data.tokenizer .*train-tokenizer"):
+        load_tokenizer(load("350m").config.data.tokenizer)

@@ -130,9 +130,9 @@ def test_the_fastest_setting_that_keeps_enough_is_recommended():
     assert [table.exact_groups(share) for share in (0.5, 0.25, 1.0)] == [[[1], [0]], [[1], []], []]
     assert "exact_groups" not in table.stored(settings[0])
     assert table.stored(settings[1])["exact_groups"] == [[1], [0]]
-    below = table.stored(settings[1])["dense_below"]
-    assert table.speed(settings[1], below - 1024) < 1 <= table.speed(settings[1], below)
-    assert table.dense_below(setting(1.0, 0.9, 0.9, block=32, tokens=1 << 18)) == 0  # never faster
+    length = table.faster_from(settings[1])
+    assert table.speed(settings[1], length - 1024) < 1 <= table.speed(settings[1], length)
+    assert table.faster_from(setting(1.0, 0.9, 0.9, block=32, tokens=1 << 18)) == 0  # never
     # an eighth of a dense forward pass for the scores, at 64k, and 1,024 of 32k keys on average
     dense, scores, blocks = table.work(settings[0], 65536)
     assert (scores / dense, blocks / dense) == pytest.approx((1 / 8, 1 / 32), rel=0.02)

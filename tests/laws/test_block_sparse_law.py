@@ -214,6 +214,7 @@ def test_wrong_scorers_and_channels_are_named(backend: str):
         ({"score_channels": torch.arange(2)}, 'use scorer="own"'),
         ({"scorer": "own", "score_channels": torch.tensor([8])}, "channels 0 … 7"),
         ({"scorer": "own", "score_channels": ((6, 9),)}, "channels 0 … 7"),
+        ({"scorer": "own", "score_channels": (0, 6)}, "expected \\(\\(first, end\\), …\\)"),
         ({"scorer": "own", "score_channels": torch.arange(2).int()}, "expected int64"),
         ({"scorer": "own", "score_channels": torch.zeros(3, 2).long()}, "expected int64"),
     ):

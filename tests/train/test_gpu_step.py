@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 from torch._dynamo.utils import counters
 
 from rounding import check_as_near, distance
-from runs import small
+from runs import losses, small, train_small
 from tercet.model.transformer import Transformer
 from tercet.parallel.activation_checkpointing import apply_activation_checkpointing
 from tercet.parallel.strategy import Single
 from tercet.train.optim import build_optimizer
 from tercet.train.state import compile_blocks
 from tercet.train.step import MicroBatch, NonFiniteGuard, StepResult, train_step
+from tercet.train.trainer import train
 
 pytestmark = pytest.mark.gpu
 
@@ -150,3 +152,21 @@ def test_in_fp32_a_compiled_step_has_the_gradients_of_an_eager_one(packed: bool)
     assert found.keys() == known.keys()
     for name, wanted in known.items():
         assert distance(found[name], wanted) < 1e-4, name
+
+
+def test_a_compiled_run_resumes_to_the_same_losses(tmp_path: Path) -> None:
+    told = {}
+    for name in ("straight", "resumed"):
+        folder = tmp_path / name
+        config = small(run__dir=str(folder), run__deterministic=True, **SIZES)
+        if name == "resumed":
+            assert train_small(folder, run__deterministic=True, **SIZES | {"train__max_skipped": 100}) == 0
+            for step in (5, 6):  # as if the machine had died after step 4
+                for path in (folder / "checkpoints").glob(f"step-{step:08d}"):
+                    path.rename(path.with_name(f"gone-{step}"))
+            assert train(config, origins={}, resume="auto") == 0
+        else:
+            assert train(config) == 0
+        told[name] = losses(folder)
+    torch.use_deterministic_algorithms(False)
+    assert told["resumed"] == told["straight"]

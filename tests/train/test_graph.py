@@ -412,16 +412,16 @@ def test_blocks_that_exchange_keys_are_not_compiled() -> None:
 @pytest.mark.parametrize(
     ("changes", "captured"),
     [
-        ({"train__micro_batch": 8}, True),
-        ({"train__micro_batch": 16}, False),
-        ({"train__micro_batch": 16, "train__cuda_graph": "on"}, True),
-        ({"train__micro_batch": 16, "train__stages": "1024:3:micro_batch=16,2048:3"}, True),
-        ({"train__micro_batch": 8, "run__deterministic": True}, False),
-        ({"train__micro_batch": 8, "run__deterministic": True, "train__cuda_graph": "on"}, True),
+        ({"train__micro_batch": 16}, True),
+        ({"train__micro_batch": 32}, False),
+        ({"train__micro_batch": 32, "train__cuda_graph": "on"}, True),
+        ({"train__micro_batch": 32, "train__stages": "1024:3:micro_batch=32,2048:3"}, True),
+        ({"train__micro_batch": 16, "run__deterministic": True}, False),
+        ({"train__micro_batch": 16, "run__deterministic": True, "train__cuda_graph": "on"}, True),
     ],
 )
-def test_auto_captures_micro_batches_of_at_most_16_384_tokens(changes: Any, captured: bool) -> None:
-    run = small(data__seq_len=2048, train__tokens_per_step=2**15, **changes)
+def test_auto_captures_micro_batches_of_at_most_32_768_tokens(changes: Any, captured: bool) -> None:
+    run = small(data__seq_len=2048, train__tokens_per_step=2**16, **changes)
     assert uses_cuda_graph(run, "cuda") == captured
 
 

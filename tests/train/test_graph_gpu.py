@@ -28,6 +28,7 @@ from tercet.train.cuda_graph import GraphCapturer, capacity_for, fill_bounds
 from tercet.train.device import set_arithmetic
 from tercet.train.state import capture_rng
 from tercet.train.step import MicroBatch
+from tercet.train.trainer import train
 
 pytestmark = pytest.mark.gpu
 
@@ -230,6 +231,22 @@ def test_graphs_do_not_double_the_memory() -> None:
             assert run.graph.held_bytes > 0
         del run
     assert taken[True] < 1.3 * taken[False] + (64 << 20), taken
+
+
+def test_a_run_with_graphs_resumes_to_the_same_losses(tmp_path: Path) -> None:
+    """One document per sequence: four, so that empty documents do not change how sums are split."""
+    sizes = SIZES | {
+        "train__tokens_per_step": 2 * 4 * LENGTH, "train__micro_batch": 4, "train__val_tokens": 4 * LENGTH,
+        "train__val_every": 3, "log__every": 2, "run__deterministic": True,
+    }  # fmt: skip
+    told = {}
+    for name, how in (("off", "off"), ("on", "on"), ("resumed", "on")):
+        folder = tmp_path / name
+        begin = {"resume": str(tmp_path / "on" / "checkpoints" / "step-00000004")} if name == "resumed" else {}
+        assert train(small(run__dir=str(folder), train__cuda_graph=how, **sizes), origins={}, **begin) == 0
+        told[name] = losses(folder)
+    assert told["on"] == told["off"]
+    assert told["resumed"][6] == told["off"][6]
 
 
 @pytest.mark.parametrize("how", ["off", "on"])

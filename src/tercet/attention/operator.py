@@ -311,7 +311,7 @@ def _check(
     q = inputs.q
     if packing is None and span is WHOLE and not torch.compiler.is_compiling() and isinstance(q, Tensor) and q.is_cuda:
         parts = ((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in inputs)
-        layout = (backend, compressed, spec.blocks, spec.branches, *parts)
+        layout = (backend, compressed, spec.blocks, spec.branches, spec.gated, *parts)
         if (known := _passed.get(layout)) is not None:
             return {name: getattr(inputs, name) for name in known[0]}, known[1]
     tensors = _check_shapes(inputs, spec, packing, span, compressed=compressed)

@@ -76,9 +76,11 @@ def slow_channels(size: int, planes: int = SLOW_PLANES) -> Ranges | None:
 
 
 def check_channels(channels: Tensor | Ranges, groups: int, size: int) -> None:
-    if isinstance(channels, tuple):
-        if not channels or not all(0 <= first < end <= size for first, end in channels):
-            raise ValueError(f"score_channels={channels!r}: expected (first, end) of channels 0 … {size - 1}")
+    if not isinstance(channels, Tensor):
+        pairs = isinstance(channels, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in channels)
+        numbers = pairs and all(type(n) is int for x in channels for n in x)
+        if not channels or not numbers or not all(0 <= first < end <= size for first, end in channels):
+            raise ValueError(f"score_channels={channels!r}: expected ((first, end), …) of channels 0 … {size - 1}")
         return
     if channels.dtype != torch.int64 or channels.dim() not in (1, 2) or channels.shape[:-1] not in ((), (groups,)):
         found = f"{str(channels.dtype).removeprefix('torch.')} {list(channels.shape)}"

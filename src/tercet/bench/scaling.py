@@ -60,7 +60,8 @@ def main(
         command = [sys.executable, *(launch if cell["ranks"] > 1 else []), "-m", "tercet.bench.scaling"]
         found: list[str] = []
         ended = run([*command, json.dumps(asked)], seconds, found.append)
-        result = json.loads(found[-1]) if not ended.failed and found else {"outcome": ended.reason}
+        last = next((line for line in reversed(found) if line.startswith("{")), None)
+        result = json.loads(last) if not ended.failed and last else {"outcome": ended.reason}
         if "tokens_per_s" in result and "tokens_per_s" in (rows or [result])[0]:
             result["efficiency"] = result["tokens_per_s"] / cell["ranks"] / (rows or [result])[0]["tokens_per_s"]
         rows.append(cell | result)
@@ -121,7 +122,7 @@ def communication(events: Iterable[Any]) -> tuple[float, float]:
     """How long NCCL's kernels ran in a profile, and how long of that no other kernel did; in microseconds."""
     edges = []
     for event in events:
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation and ":" not in event.name[:8]:
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation and not event.name.startswith("nccl:"):
             sends = event.name.startswith("nccl")
             edges += [(event.time_range.start, 1, sends), (event.time_range.end, -1, sends)]
     total = exposed = 0.0

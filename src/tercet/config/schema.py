@@ -23,7 +23,7 @@ from tercet.config.sections import (
 from tercet.errors import UsageError
 from tercet.model.config import ModelConfig
 
-AUTO_GRAPH_TOKENS = 16_384
+AUTO_GRAPH_TOKENS = 32_768
 """train.cuda_graph=auto: up to this size of a micro-batch the GPU waits for kernel launches (docs/performance.md)."""
 
 

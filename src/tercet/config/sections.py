@@ -148,7 +148,7 @@ class TrainConfig(Section):
     compile: Switch = "auto"
     """torch.compile each block. auto: on a GPU only (on a CPU it costs half a minute for no gain)."""
     cuda_graph: Switch = "auto"
-    """Capture forward and backward as a CUDA graph. auto: if a micro-batch has at most 16,384 tokens, where the
+    """Capture forward and backward as a CUDA graph. auto: if a micro-batch has at most 32,768 tokens, where the
     GPU waits for kernel launches; stay eager where capture is impossible. on: fail if capture is impossible."""
 
     val_every: int = Field(default=250, ge=0)

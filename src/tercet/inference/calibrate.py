@@ -37,7 +37,7 @@ SHARES = (1.0, 1 / 2, 1 / 3, 1 / 6, 0.0)  # of groups that choose by exact score
 ORDINARY = 32  # queries per document at which `mass` is measured
 MEANS, ORACLE = "block means", "true attention"
 # What the recommended setting may keep less than the default one, of facts and of all attention. Where 4 points of mass
-# less kept the facts, the loss at 8k rose by 1.4% instead of 0.5% (docs/convert.md).
+# less kept the facts, the loss at 8k rose by 1.4% instead of 0.5% (docs/results/needles.json).
 FACT_LOSS, MASS_LOSS = 0.01, 0.01
 # The estimate of speed: multiply-adds per second of a causal forward pass on one H200 in bf16 with heads of 128. Dense
 # attention and scattered blocks are measured (docs/performance.md, docs/lab-notes/selected-branch.md), the scores and
@@ -279,7 +279,7 @@ class FactTable:
         dense, scores, blocks = self.work(setting, length)
         return dense / DENSE_RATE / (LAUNCHES + scores / SCORE_RATE + blocks / BLOCK_RATES[setting.block])
 
-    def dense_below(self, setting: Setting) -> int:
+    def faster_from(self, setting: Setting) -> int:
         """The length from which on the estimate calls it faster than dense attention; 0 if that never is."""
         return next((n for n in range(1024, LENGTHS[-1] + 1, 1024) if self.speed(setting, n) >= 1), 0)
 
@@ -304,8 +304,7 @@ class FactTable:
         exact = self.exact_groups(setting.exact)
         return {
             "gate": "none", "shared_kv": True, "branches": ["selected"], "compression": "mean", "selector": "own",
-            "nsa": asdict(blocks), "dense_below": self.dense_below(setting),
-            **({"exact_groups": exact} if exact else {}),
+            "nsa": asdict(blocks), "dense_below": 0, **({"exact_groups": exact} if exact else {}),
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -315,8 +314,7 @@ class FactTable:
         mixed = [self.line(s) for s in self.mixed if s.blocks in (best.blocks, default.blocks)]
         ranks = " ".join(f"{layer}.{group}" for layer, group, _ in self.groups[:10])
         lines = "\n".join([head, *map(self.line, self.settings), "", head, *mixed])
-        below = self.dense_below(best)
-        where = f"below {below:,} tokens (stored as dense_below)" if below else f"up to {LENGTHS[-1]:,} tokens"
+        where = f"below {self.faster_from(best):,} tokens" if self.faster_from(best) else "at every length"
         return f"""\
 The dense model answers {self.answered} of {self.documents} facts in texts of {self.length:,} tokens.
 fact, mass: kept of the attention on the fact, of all attention; free: of that outside the first and last two blocks

@@ -28,6 +28,7 @@ from tercet.terminal import printable
 
 HEARTBEAT_SECONDS = 1.0
 GRACE_SECONDS = 6.0  # for the main thread to raise once a failure is known
+CLOSING_SECONDS = 90.0  # and then to end in order: more than sinks take (telemetry.sinks)
 # Errors of failed collectives that are not a DistError contain one of these.
 _COLLECTIVE_ERRORS = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
 _GONE = "is gone (killed, or out of memory: see dmesg)"
@@ -72,6 +73,8 @@ class FailureMonitor:
     def explain(self, error: BaseException) -> BaseException:
         """The error to exit with: `error` if this rank caused it, else a PeerFailed that names the other rank."""
         self._explaining.set()
+        if isinstance(error, PeerFailed):
+            return error
         reported_elsewhere = False
         try:
             store = self._connect()
@@ -100,14 +103,11 @@ class FailureMonitor:
         try:
             self._watch(self._connect())
         except (dist.DistError, RuntimeError, OSError):
-            self._cause = self._describe_lost_store()
-        # The main thread raises, if it can; `explain` takes a few seconds more.
-        polls = int(GRACE_SECONDS / HEARTBEAT_SECONDS)
-        for poll in range(2 * polls):
+            return  # without a store nothing can be known: healthy ranks save and end by themselves
+        began = time.monotonic()
+        while time.monotonic() - began < (CLOSING_SECONDS if self._explaining.is_set() else GRACE_SECONDS):
             if self._stop.wait(HEARTBEAT_SECONDS):
                 return
-            if poll >= polls and not self._explaining.is_set():
-                break
         if not self._explaining.is_set() and not self._reported_elsewhere():
             failure = self._peer_failed(self._cause or "", "a collective that never ended", reported_elsewhere=False)
             print(f"error: {printable(str(failure))}", file=sys.stderr, flush=True)
@@ -144,7 +144,8 @@ class FailureMonitor:
 
     def _describe_lost_store(self) -> str:
         # The store lives in torchrun's first agent, or in rank 0 if agents do not share theirs.
-        return f"{self._describe_silent(0, None)}, and with it the store that ranks communicate through"
+        what = "torchrun is gone" if self._rank == 0 else self._describe_silent(0, None)
+        return f"{what}, and with it the store that ranks communicate through"
 
     @property
     def _others(self) -> list[int]:

@@ -362,7 +362,7 @@ def disagreement(members: Mapping[int, Mapping[str, Any]]) -> str | None:
                     f"{first['host']} {version}: {fix} everywhere"
                 )
         for earlier in range(rank):
-            if other.get("gpu") and all(other[key] == members[earlier][key] for key in ("host", "gpu")):
+            if other.get("gpu") and other["gpu"] == members[earlier]["gpu"]:
                 return (
                     f"ranks {earlier} and {rank} on {other['host']} use the same GPU, {other['device']}: "
                     "let CUDA_VISIBLE_DEVICES name one GPU per rank"

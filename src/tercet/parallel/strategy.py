@@ -25,7 +25,7 @@ from tercet.attention.config import NSAConfig
 from tercet.config.sections import ParallelConfig, TrainConfig, resolved_precision
 from tercet.errors import TercetError, UsageError, first_few
 from tercet.parallel.context import apply_context_parallelism, shard_sequence
-from tercet.parallel.failure import FailureMonitor, PeerFailed
+from tercet.parallel.failure import FailureMonitor
 from tercet.parallel.launch import FIRST_STEP_SECONDS, World, backend_of
 
 T = TypeVar("T")
@@ -121,7 +121,9 @@ class Distributed(Strategy):
         if self._context is not None:
             apply_context_parallelism(model)
         model = self._wrap(model)
-        self.world.set_timeout(FIRST_STEP_SECONDS)  # of the groups made on the way too
+        self.world.set_timeout(
+            max(self.parallel.timeout_seconds, FIRST_STEP_SECONDS)
+        )  # of the groups made on the way too
         return model
 
     def _wrap(self, model: nn.Module) -> nn.Module:
@@ -185,7 +187,7 @@ class Distributed(Strategy):
         self._monitor.wait_for(done)
 
     def explain(self, error: BaseException) -> BaseException:
-        return error if isinstance(error, PeerFailed) else self._monitor.explain(error)
+        return self._monitor.explain(error)
 
     def close(self) -> None:
         self._monitor.close()
