@@ -95,6 +95,22 @@ def test_a_slow_save_is_waited_for(ranks):
     assert next(polls, None) is None
 
 
+def test_a_failure_ends_ranks_that_wait_but_not_one_that_ends_in_order(ranks, monkeypatch, capsys):
+    ended: list[int] = []
+    monkeypatch.setattr(failure.os, "_exit", ended.append)
+    monkeypatch.setattr(failure, "GRACE_SECONDS", 0.2)
+    mine = ValueError("a reason")
+    assert ranks[0].explain(mine) is mine  # and it goes on to close its files
+    deadline = time.monotonic() + 20
+    while len(ended) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.5)
+    assert ended == [1, 1]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "failed in step 7 (saving): ValueError: a reason" in line
+
+
 def train_and_freeze_in_a_save() -> int:
     """On each rank: `tercet train`, but rank 1 stops while it writes its first checkpoint."""
 
