@@ -141,8 +141,8 @@ def test_the_fastest_setting_that_keeps_enough_is_recommended():
 
 def test_the_command_prints_a_table_and_stores_its_recommendation(folder, capsys, tmp_path):
     text = tmp_path / "own.txt"
-    text.write_text("It rains in the hills, and the river rises slowly. " * 60)
-    assert main(["calibrate", str(folder), "--text", str(text), "--length", "1100", "--facts", "2", "--store"]) == 0
+    text.write_text("It rains in the hills, and the river rises slowly. " * 120)
+    assert main(["calibrate", str(folder), "--text", str(text), "--length", "2048", "--facts", "8", "--store"]) == 0
     assert "recommended: " in capsys.readouterr().out
     assert json.loads((folder / "config.json").read_text())["tercet"]["selector"] == "own"
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=tercet.interop.huggingface.support.NAME)
@@ -156,7 +156,8 @@ def test_the_command_prints_a_table_and_stores_its_recommendation(folder, capsys
         ("{folder}/..", "no config.json"),
         ("{folder}/tokenizer.json --store", "--store needs a folder"),
         ("{folder} --length 300", "too short"),
-        ("{folder} --text nowhere.txt", "nowhere.txt cannot be read"),
+        ("{folder} --length 1100 --store", "needs texts of at least 2048 tokens"),
+        ("{folder} --text nowhere.txt", "--text nowhere.txt cannot be read"),
     ],
 )
 def test_errors_are_one_line(arguments, words, folder, capsys):

@@ -111,15 +111,15 @@ def own_text(path: Path, text_field: str = "text") -> DataConfig:
     return DataConfig.model_validate(values | {"validation_fraction": 0, "shuffle": False, "exhaustion": "stop"})
 
 
-def read_prompt_file(path: Path) -> str:
-    """The text of --prompt-file; - is standard input."""
+def read_prompt_file(path: Path, flag: str = "--prompt_file") -> str:
+    """The text of a file that a flag names; - is standard input."""
     try:
         if str(path) != "-":
             return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"--prompt-file {path} cannot be read: {error.strerror}") from None
+        raise UsageError(f"{flag} {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise UsageError(f"--prompt-file {path} is not UTF-8 text (byte {error.start}): convert it") from None
+        raise UsageError(f"{flag} {path} is not UTF-8 text (byte {error.start}): convert it") from None
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:

@@ -139,7 +139,8 @@ def calibrate(
         text: UTF-8 files to plant the facts in; default: Python's own documentation.
         length: Tokens of each text; default: 8192 on a GPU, 4096 on a CPU, but at most the model's context.
         facts: Texts to read, with one fact each.
-        store: Write the recommended setting to the model's config.json, for attn_implementation="tercet".
+        store: Write the recommended setting to the model's config.json, for attn_implementation="tercet"; needs 8 facts
+            in texts of 2048 tokens or more.
     """
     at_least_one(length=length, facts=facts)
     if not model.exists():
@@ -152,13 +153,17 @@ def calibrate(
         raise UsageError(f"--store needs a folder, but {model} is a file: load it in transformers and save it first")
     if store:
         check_writable("--store", model / "config.json")
-    documents = [read_prompt_file(file) for file in text] or None
+    documents = [read_prompt_file(file, "--text") for file in text] or None
     print(f"calibrating {model} on {plural(facts, 'planted fact')}", file=sys.stderr, flush=True)
     from tercet.inference.calibrate import fact_table, load_dense, store_settings
 
     dense, tokenizer = load_dense(model, device)
     longest = getattr(dense.config, "max_position_embeddings", None) or 8192
     length = length or min(longest, 4096 if dense.device.type == "cpu" else 8192)
+    if store and (length < 2048 or facts < 8):
+        raise UsageError(
+            f"--store needs texts of at least 2048 tokens, for 16 blocks of 64, and 8 facts: not {length} and {facts}"
+        )
     progress = Progress(facts * length)
     table = fact_table(dense, tokenizer, documents, length=length, facts=facts, progress=progress.update)
     print(table)

@@ -38,6 +38,8 @@ def hf(
         print("  import tercet.interop.huggingface")
     print("  from transformers import AutoModelForCausalLM, AutoTokenizer")
     print(f"  model, tokenizer = (c.from_pretrained({str(out)!r}) for c in (AutoModelForCausalLM, AutoTokenizer))")
+    if format != "tercet" and stored.run.model.attention != "dense":
+        print('With attn_implementation="tercet", after `import tercet.interop.huggingface`, it reads blocks.')
     if (out / SELECTOR_WEIGHTS).exists():
         print(f"Weights of the learned selectors are in {SELECTOR_WEIGHTS}, which transformers does not read.")
     return 0

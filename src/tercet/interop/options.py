@@ -78,3 +78,6 @@ def check_family(config: ModelConfig, family: str) -> None:
     if not kinds <= {"dense", "nsa"} or ("nsa" in kinds and config.spec("nsa").gated):
         raise UsageError(f"model.attention={config.attention} cannot be exported with --format {family}: only dense "
                          "and block-sparse (model.gate = none) layers have a dense model's weights")  # fmt: skip
+    if config.qk_norm != (family == "qwen3"):
+        has, fits = ("has", "qwen3") if config.qk_norm else ("has no", "qwen2" if config.attention_bias else "llama")
+        raise UsageError(f"--format {family} does not fit: the model {has} QK norm; use --format {fits}")

@@ -74,9 +74,9 @@ def _notes(config: RunConfig) -> Iterator[str]:
     train, model = config.train, config.model
     if train.warmup_steps >= train.steps:
         yield f"warmup_steps={train.warmup_steps} covers all {train.steps} steps: lr stays below its peak"
-    learned = model.selector == "learned" and "nsa" in model.attention_kinds
-    if learned and (found := config.nothing_to_choose) is not None:
-        yield f"model.selector=learned has nothing to choose: {found.reason}: {found.fix}"
+    tokens = "nsa" in model.attention_kinds and model.selector in ("learned", "own")
+    if tokens and (found := config.nothing_to_choose) is not None:
+        yield f"model.selector={model.selector} has nothing to choose: {found.reason}: {found.fix}"
 
 
 def _execution(config: RunConfig, device: torch.device) -> list[str]:

@@ -67,7 +67,7 @@ def check_arguments(arguments: dict[str, Any]) -> None:
     """Raise for an argument of the attention function that we do not compute."""
     for name, meaning in _UNSUPPORTED.items():
         if arguments.get(name) is not None:
-            raise unsupported(f"{name} ({meaning})", "use eager or sdpa")
+            raise unsupported(f"{name} ({meaning})", "use eager")
 
 
 class Forward(NamedTuple):
@@ -160,7 +160,7 @@ def check_model(model: PreTrainedModel) -> None:
             )
         for word, value in given.items():
             if value is not None and word not in _KNOWN:
-                raise unsupported(f"{name} with {word} ({_UNSUPPORTED.get(word, 'unknown')})", "use eager or sdpa")
+                raise unsupported(f"{name} with {word} ({_UNSUPPORTED.get(word, 'unknown')})", "use eager")
         whole = sizes == {getattr(layer, "head_dim", None)}
         layer.tercet_rotation = _rotation(layer, forward) if whole else None  # type: ignore[assignment]
 
@@ -260,8 +260,12 @@ def _check_channels(model: PreTrainedModel, scorer: str, channels: int | str) ->
             f"score_channels={channels!r}: model_type={model.config.model_type!r} does not rotate whole heads in a "
             'known way, so it is unknown which channels are the slowest: use score_channels="all"'
         )
-    if not isinstance(channels, int) or channels % 2 or not min(16, sizes[0]) <= channels <= sizes[0]:
-        raise UnsupportedError(f'score_channels={channels!r} must be "all" or an even number from 16 to {sizes[0]}')
+    _check_count(channels, sizes[0])
+
+
+def _check_count(channels: object, size: int) -> None:
+    if channels != "all" and (type(channels) is not int or channels % 2 or not min(16, size) <= channels <= size):
+        raise UnsupportedError(f'score_channels={channels!r} must be "all" or an even number from 16 to {size}')
 
 
 class Settings(NamedTuple):
@@ -321,4 +325,7 @@ def read_settings(config: PreTrainedConfig, settings: Mapping[str, Any] | None =
         )
     dense = frozenset(i for i, kind in enumerate(kinds) if kind == "dense")
     spec = block_sparse(model.nsa, model.selector, model.dense_below)
-    return Settings(spec, dense, model.exact_groups, stored.get("score_channels", SCORE_CHANNELS), bool(stored))
+    channels = stored.get("score_channels", SCORE_CHANNELS)
+    if "score_channels" in stored:
+        _check_count(channels, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return Settings(spec, dense, model.exact_groups, channels, bool(stored))
