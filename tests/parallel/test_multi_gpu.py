@@ -139,4 +139,4 @@ def test_gradients_are_communicated_during_the_backward_pass(rank_server: ForkSe
     result = json.loads(next(line for line in ranks[0].output.splitlines() if line.startswith("{")))
     share = 1 - result["exposed_ms"] / result["nccl_ms"]
     rows.add(case=f"{strategy}: share of NCCL's time beside other kernels", on="nccl", ranks=2, overlap=share)
-    assert share > 0.05, result  # how much more depends on the links, and on who else uses a shared GPU
+    assert share > 0.2, result
